@@ -364,6 +364,17 @@ def test_a_budget_is_refused_only_if_no_schedule_keeps_within_it(case):
     assert solved(problem, budget).schedule is not None
 
 
+@examples(50)
+@given(case=cases(), enough=st.sampled_from([0.0, 1.0, 3.0, 6.0]))
+def test_a_search_for_little_enough_time_finds_it_where_a_whole_search_does(case, enough):
+    problem, budget = case
+    whole = solve(problem, budget, OPTIONS)
+    found = solve(problem, budget, replace(OPTIONS, enough=enough))
+    is_found = found.schedule is not None and found.added_seconds <= enough
+    assert is_found == (whole.added_seconds <= enough)
+    assert found.lower_bound_seconds <= least_seconds(problem, budget) + 1e-6
+
+
 @examples(30)
 @given(problem=problems())
 def test_a_budget_below_the_least_peak_is_refused(problem):

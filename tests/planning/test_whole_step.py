@@ -197,3 +197,27 @@ def test_with_tiles():
 def test_a_page_of_a_plan_with_updates(tmp_path):
     model, x, optimizer = make()
     assert plan_least(model, x, optimizer).to_html(tmp_path / "plan.html").exists()
+
+
+@pytest.mark.parametrize("budget", ["least", "time:+0%"])
+def test_the_least_memory_has_updates_where_they_lower_it(budget):
+    _, *plain = train(*make())
+    model, x, optimizer = make()
+    resident = resident_bytes(model, optimizer, x)
+    plan = tr.plan(model, x, budget=budget, optimizer=optimizer)
+    assert plan.updates_in_backward == 16
+    assert plan.peak_bytes < 0.9 * plan.baseline.peak_bytes
+    assert plan.recompute_seconds == 0 or budget == "least"
+    tr.nn.wrap(model, policy=from_plan(plan))
+    peak, *found = train(model, x, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
+    assert peak <= plan.peak_bytes - resident
+
+
+def test_the_least_memory_has_no_updates_where_they_spare_nothing():
+    def model(x):
+        return torch.tanh(x).sum()
+
+    x = torch.ones(64, 64, requires_grad=True)
+    plan = tr.plan(model, x, budget="least", optimizer=torch.optim.SGD)
+    assert plan.updates_in_backward == 0

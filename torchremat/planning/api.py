@@ -7,13 +7,11 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.autodiff.tiles.tiled_op import tiled_p
 from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, table
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
-from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.costs.workspace_bytes import allow_workspace
@@ -34,7 +32,7 @@ from torchremat.planning.step.traced_step import (
     timeline_of,
 )
 from torchremat.planning.step.updated_step import UpdatedStep
-from torchremat.planning.tile_choice import choose_tiles, may_cut
+from torchremat.planning.tile_choice import choose_tiles, find_tiled_values, may_cut
 from torchremat.planning.whole_step import WholeStepPlanner
 from torchremat.policies.builtin import plain_autograd
 from torchremat.remat.program.function_program import FunctionProgram
@@ -70,7 +68,7 @@ def plan(
             without rematerialisation (a `float`, or `"50%"`). `"least"` is the least peak, and
             `"time:+10%"` the least with which a step takes at most so much more time.
         optimizer: an optimizer or its class (`torch.optim.AdamW`). If no plan keeps to the budget
-            otherwise, it counts on updates in the backward pass (`optim.step_in_backward`), which
+            otherwise, and for the least memory, it counts on updates in the backward pass, which
             `from_plan` begins: `Plan.updates_in_backward` says of how many parameters.
         solver: `"auto"`, `"milp"` (integer programs) or `"local"` (without them).
         cost_model: what operators cost in seconds; by default a roofline of `device`. For a step
@@ -105,13 +103,18 @@ def plan(
     asked = Budget.of(budget)
     planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
     request = f"plan(budget={budget!r}{', tile=True' if tile else ''})"
+    found: list[Plan] = []
     if not steps_already(optimizer):
+        may_update = bool(find_updates(planning.region, optimizer))
         try:
-            return planning.plan(asked, request, tile=tile)
+            found.append(planning.plan(asked, request, tile=tile))
         except BudgetError:
-            if not find_updates(planning.region, optimizer):
+            if not may_update:
                 raise
-    return planning.with_updates(optimizer).plan(planning.fix(asked), request, tile=tile)
+        if found and not (asked.is_searched and may_update):
+            return found[0]
+    found.append(planning.with_updates(optimizer).plan(planning.fix(asked), request, tile=tile))
+    return min(found, key=lambda made: made.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,7 @@ class PlannedFunction:
             recompute_seconds=added,
             lower_bound_seconds=bound,
             tiling=chosen.tiling,
-            decisions={**made.decisions, **_find_tiled_values(chosen.planner.joint)},
+            decisions={**made.decisions, **find_tiled_values(chosen.planner.joint)},
         )
 
     def _describe(self, planned: PlannedStep) -> Plan:
@@ -417,16 +420,6 @@ class PlannedFunction:
             for o, count in runs.items()
             if count > 1 and (call := calls[o]) is not None
         )
-
-
-def _find_tiled_values(joint: Joint) -> dict[str, str]:
-    """`tiled` for each value of the forward pass that only tiles make."""
-    calls = joint.module.graph.find_nodes(op="call_function", target=tiled_p)
-    inside = [n for call in calls if is_forward(call) for n in body_of(call).graph.nodes]
-    made = [
-        n for n in inside if is_forward(n) and not is_view(n) and isinstance(n.meta["val"], Tensor)
-    ]
-    return {n.name: "tiled" for n in made}
 
 
 def _decisions(planned: PlannedStep) -> dict[str, str]:

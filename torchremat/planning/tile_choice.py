@@ -8,11 +8,14 @@ loops take no time of their own, and change no bit: they come first, without `ti
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from torchremat.autodiff.joint import Joint
 from torchremat.autodiff.tiles.loop_segments import count_steps
 from torchremat.autodiff.tiles.scale_op import scale_gradient
 from torchremat.autodiff.tiles.tile_joint import Tiling, tile_joint
 from torchremat.autodiff.tiles.tiled_op import tiled_p
+from torchremat.graph.nodes import body_of, is_forward, is_view
 from torchremat.planning.budget import Budget
 from torchremat.planning.memory.storage_bytes import storage_nbytes
 from torchremat.planning.planner import Planner, Search
@@ -183,3 +186,13 @@ class _Limit:
             return too_slow, peak, seconds
         fails = plan.found.error is not None
         return fails, peak if fails else seconds, peak
+
+
+def find_tiled_values(joint: Joint) -> dict[str, str]:
+    """`tiled` for each value of the forward pass that only tiles make."""
+    calls = joint.module.graph.find_nodes(op="call_function", target=tiled_p)
+    inside = [n for call in calls if is_forward(call) for n in body_of(call).graph.nodes]
+    made = [
+        n for n in inside if is_forward(n) and not is_view(n) and isinstance(n.meta["val"], Tensor)
+    ]
+    return {n.name: "tiled" for n in made}

@@ -60,6 +60,18 @@ def test_the_clock_plays_no_part(monkeypatch, share):
     assert solve(problem, budget) == first
 
 
+def test_the_clock_plays_no_part_in_a_budget_of_added_time(monkeypatch):
+    torch.manual_seed(0)
+    model, tokens = GPT(), torch.randint(0, 64, (2, 32))
+    forget_plans()
+    first = tr.plan(model, tokens, budget="time:+5%").to_json()
+    forget_plans()
+    hours = itertools.count(0, 3600)
+    for name in ("monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: float(next(hours)))
+    assert tr.plan(model, tokens, budget="time:+5%").to_json() == first
+
+
 def test_a_given_time_ends_a_search_by_the_clock_too():
     timed, free = WorkTimer(has_wall=True), WorkTimer()
     time.sleep(0.01)

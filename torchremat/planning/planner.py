@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from torchremat.autodiff.joint import Joint
 from torchremat.core.formatting import human_bytes
@@ -64,6 +64,9 @@ def host_rate_of(model: CostModel) -> float:
 # Times the peak without rematerialisation, where only saved bytes are limited: with so much room
 # everything may be recomputed.
 _ENOUGH = 4
+# Of the time for one plan, a step of the search for the least memory within some time: six of them
+# halve the room. Chosen by hand.
+_TIME_SHARE = 0.2
 # The part of the room to which that search finds the least; chosen by hand.
 _TIME_ACCURACY = 0.01
 # What is counted twice differs from plan to plan. So a search looks farther down too, at these
@@ -231,7 +234,8 @@ class Planner:
             if budget.added is None:
                 found = self._find_least(is_prompt=is_prompt)
             else:
-                found = self._find_within_seconds(budget.added * self.plain_seconds)
+                allowed = budget.added * self.plain_seconds
+                found = self._find_within_seconds(allowed, is_prompt=is_prompt)
             planned = replace(found, budget=self.peak_of(found))
             self._relative[budget] = Search(planned, was_needed=found is not self.plain)
         return self._relative[budget]
@@ -256,33 +260,38 @@ class Planner:
     def _find_in_room(
         self,
         room: int,
-        seconds: float | None = None,
         near: Schedule | None = None,
         *,
         is_prompt: bool = False,
-        enough: float | None = None,
     ) -> PlannedStep | None:
-        problems = self._orders
-        solution = self._solve_problems(
-            room, problems, near, seconds, is_prompt=is_prompt, enough=enough
-        )
+        solution = self._solve_problems(room, self._orders, near=near, is_prompt=is_prompt)
         if solution.schedule is None:
             return None
         planned = self.evaluate(solution.schedule, solution.lower_bound_seconds)
         return replace(planned, gap_reason=solution.gap_reason)
 
-    def _find_within_seconds(self, allowed: float) -> PlannedStep:
+    def _find_within_seconds(self, allowed: float, *, is_prompt: bool) -> PlannedStep:
         """The schedule of least peak that adds at most `allowed` seconds, by halving the room."""
         best, low = self.plain, min(find_lowest_need(problem) for problem in self._orders)
-        high = best.costs.peak
-        while high - low > high * _TIME_ACCURACY:
-            room = (low + high) // 2
-            found = self._find_in_room(room, enough=allowed)
-            if found is not None and found.costs.added_seconds <= allowed:
-                best, high = found, found.costs.peak
-            else:
-                low = room
-        return best
+        least: PlannedStep | None = None
+        while best.costs.peak - low > best.costs.peak * _TIME_ACCURACY:
+            room = (low + best.costs.peak) // 2
+            found = self._solve_problems(room, self._orders, enough=allowed, share=_TIME_SHARE)
+            if found.schedule is not None and found.added_seconds <= allowed:
+                best = self.evaluate(found.schedule, found.lower_bound_seconds)
+                continue
+            low = room
+            if (
+                least is None and found.lower_bound_seconds <= allowed
+            ):  # is there any for so little?
+                least = self._find_least(is_prompt=is_prompt)
+                if least.costs.added_seconds <= allowed:
+                    return least
+                low = max(low, least.costs.peak)
+        if best.costs.added_seconds == 0:
+            return best
+        again = self._find_in_room(best.costs.peak, near=best.schedule, is_prompt=is_prompt)
+        return again if again and again.costs.added_seconds <= allowed else best
 
     @cached_property
     def _orders(self) -> tuple[Problem, ...]:
@@ -304,20 +313,11 @@ class Planner:
         self,
         room: int,
         problems: tuple[Problem, ...],
-        near: Schedule | None = None,
         seconds: float | None = None,
-        *,
-        is_prompt: bool = False,
-        enough: float | None = None,
+        **how: Any,
     ) -> Solution:
         """The schedule for `room` bytes, which one process looks for where there are several."""
-        options = SolverOptions(
-            seconds or self.seconds,
-            solver=self.solver,
-            near=near,
-            is_prompt=is_prompt,
-            enough=enough,
-        )
+        options = SolverOptions(seconds or self.seconds, solver=self.solver, **how)
 
         def describe() -> str:
             asked = f"{room} {options} {self.cost_model!r}"

@@ -281,9 +281,8 @@ class Planner:
                 best = self.evaluate(found.schedule, found.lower_bound_seconds)
                 continue
             low = room
-            if (
-                least is None and found.lower_bound_seconds <= allowed
-            ):  # is there any for so little?
+            is_open = found.lower_bound_seconds <= allowed
+            if least is None and is_open:  # perhaps nothing runs in so little room
                 least = self._find_least(is_prompt=is_prompt)
                 if least.costs.added_seconds <= allowed:
                     return least

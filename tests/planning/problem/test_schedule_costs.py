@@ -104,4 +104,4 @@ def test_saved_values_are_used_that_are_read_before_they_are_recomputed(problem,
 
 def test_a_value_that_nothing_makes_is_alive_from_the_start():
     problem = replace(SINE, outputs=frozenset())
-    assert count_live(problem, Schedule((), (1,), ())) == [8]
+    assert count_live(problem, Schedule((), (), (3, 1))) == [12, 8]  # value 0 waits for operator 1

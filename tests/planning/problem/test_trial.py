@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.test_oracles import examples, problems
-from torchremat.planning.problem.forward_order import ForwardOrder
+from torchremat.planning.problem.forward_order import ForwardOrder, _Places
 from torchremat.planning.problem.problem import Schedule
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.schedule_costs import count_live
@@ -44,3 +44,18 @@ def test_operators_of_either_pass_run_where_the_forward_peak_is_least(problem, d
         places = range(least, len(before) + 1)
         assert chosen.index(o) in places
         assert peak_of(chosen) == min(peak_of([*before[:i], o, *before[i:]]) for i in places)
+
+
+@examples(300)
+@given(problem=problems(), data=st.data())
+def test_what_is_known_of_an_order_holds_after_operators_were_added(problem, data):
+    saved = data.draw(st.frozensets(st.sampled_from(sorted(problem.known))))
+    finder = ForwardOrder(problem)
+    places = _Places(problem, saved, finder._live, finder._made, finder._last)
+    for o in sorted(finder._find_extra(saved)):
+        places.insert(o)
+        order = tuple(places.order)
+        made = {v: i for i, p in enumerate(order) for v in problem.operators[p].writes}
+        assert {v: places.made[v] for v in made} == made
+        schedule = Schedule(tuple(saved & made.keys()), order, ())
+        assert places.live.tolist() == count_live(problem, schedule)

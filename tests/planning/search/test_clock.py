@@ -15,7 +15,8 @@ from tests.helpers import one_in
 from tests.planning.models import GPT
 from tests.planning.test_solver import layers, peak
 from torchremat.planning import planner, solver
-from torchremat.planning.search.clock import WorkTimer
+from torchremat.planning.search.clock import TimeSlice, WorkTimer
+from torchremat.planning.search.incumbent import Incumbent
 from torchremat.planning.solver import solve
 
 
@@ -81,3 +82,13 @@ def test_a_given_time_ends_a_search_by_the_clock_too():
     assert not free.within(0.5).is_over
     free.charge(1.0)
     assert free.now == 1.0
+
+
+def test_a_proof_that_none_adds_little_enough_ends_a_search():
+    incumbent = Incumbent(TimeSlice(WorkTimer(), 1.0), gap=0.0, enough=1.0)
+    incumbent.prove(0.9)
+    assert not incumbent.is_decided
+    assert not incumbent.is_near(0.1)
+    incumbent.prove(1.1)
+    assert incumbent.is_decided
+    assert incumbent.is_good

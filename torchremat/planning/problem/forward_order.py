@@ -10,12 +10,10 @@ of values, so that all places of an operator are compared at once.
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchremat.planning.problem.fixed_bytes import ForwardBytes
+from torchremat.planning.problem.flat_step import Ints
 from torchremat.planning.problem.problem import Part, Problem
-
-Ints = NDArray[np.int64]
 
 # Operators to place times places, up to which each place is tried. One more operator takes a pass
 # over the whole order, so beyond that they run as early as they can.

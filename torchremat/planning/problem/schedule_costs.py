@@ -11,11 +11,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from torchremat.planning.problem.flat_step import Ints
 from torchremat.planning.problem.problem import Part, Problem, Schedule
-
-Ints = NDArray[np.int64]
 
 # What happens to a value at an operator, in this order: it is fetched from the host; it is read; it
 # is written; its use ends, since it was saved or copied.

@@ -32,7 +32,7 @@ class SolverOptions:
         near: a schedule of the same operators, at other sizes say, that the search begins from.
         enough: seconds that an answer may add. The first that adds no more ends the search, and so
             does the proof that there is none; there may then be no answer.
-        share: the part of that time, where no time is given, for one search of several.
+        share: the part of that time that this search has, as one of several.
         is_prompt: whether the first answers are enough: half a second, and as much more for each
             thousand operators. There may then be none where a longer search finds one.
     """
@@ -60,7 +60,7 @@ class SolverOptions:
 
     def seconds_for(self, problem: Problem) -> float:
         if self.seconds is not None:
-            return self.seconds
+            return self.share * self.seconds
         if self.is_prompt:
             return 0.5 + 0.0005 * len(problem.operators)
         return self.share * min(28.0, 5.0 + 0.006 * len(problem.operators))

@@ -18,7 +18,7 @@ from torchremat.tracing.modules.attribute_changes import is_of_trace
 _MOST_LEVELS = 6
 
 
-# Nothing in these is looked at: modules of torch are looked at as holders of their own.
+# These are not looked into: the attributes of torch's modules are compared by themselves.
 _OPAQUE = (str, bytes, int, float, nn.Module, type)
 
 

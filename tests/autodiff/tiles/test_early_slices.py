@@ -52,7 +52,31 @@ def of_one_sequence(z: Tensor) -> Tensor:
     return F.cross_entropy(z[-1, 3:], IDS[-1, 3:])
 
 
-SLICED: list[Loss] = [shifted, of_contiguous, capped, twice, in_steps, of_one_sequence]
+def with_classes_second(z: Tensor) -> Tensor:
+    return F.cross_entropy(z[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="sum")
+
+
+def sliced_after_classes_moved(z: Tensor) -> Tensor:
+    return F.cross_entropy(z.transpose(1, 2)[:, :, :-1], IDS[:, 1:], reduction="sum")
+
+
+def with_scales_of_groups(z: Tensor) -> Tensor:
+    scales = torch.linspace(0.5, 2, BATCH * 8 * LENGTH).view(BATCH, 8, 1, -1)
+    groups = z.transpose(1, 2).unflatten(1, (8, -1)) * scales
+    return F.cross_entropy(
+        groups.flatten(1, 2).transpose(1, 2)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+    )
+
+
+SLICED: list[Loss] = [
+    shifted,
+    of_contiguous,
+    capped,
+    twice,
+    in_steps,
+    of_one_sequence,
+    with_classes_second,
+]
 
 
 def draw_weights(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,6 +140,7 @@ def with_choices_among_all(z: Tensor) -> Tensor:
         after_a_sum_over_rows,
         with_a_sum_of_all,
         with_choices_among_all,
+        sliced_after_classes_moved,
     ],
 )
 def test_rows_that_others_read_are_made_whole(loss):
@@ -131,6 +156,17 @@ def test_rows_that_others_read_are_made_whole(loss):
     joint = tile_joint(joint_of(step, x, w), Tiling(4))
     if joint is not None:
         assert_close(*run_both(step, joint, (x, w), [x, w]))
+
+
+def test_scales_of_rows_and_of_groups_of_classes():
+    x, w, _ = draw_weights()
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return with_scales_of_groups(F.linear(x, w))
+
+    copy, _ = joint_of(step, x, w).copy()
+    joint = copy.translate(slice_early(copy.module.graph, 1 << 20))
+    assert_close(*run_both(step, joint, (x, w), [x, w]))
 
 
 def test_one_entry_of_a_dim():

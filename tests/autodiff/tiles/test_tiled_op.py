@@ -18,7 +18,7 @@ class Body(torch.nn.Module):
 
 
 LAYOUT = TileLayout(
-    3, ((0, 2), None), (TileResult("rows"), TileResult("sum"), TileResult("product"))
+    3, ((0, 1), None), (TileResult("rows"), TileResult("sum"), TileResult("product"))
 )
 
 
@@ -53,7 +53,7 @@ def test_sums_of_half_precision_are_added_in_single():
             return (aten.sum.dim_IntList(x, [0]),)
 
     x = torch.ones(4096, 1, dtype=torch.bfloat16)
-    layout = TileLayout(4096, ((0, 1),), (TileResult("sum"),))
+    layout = TileLayout(4096, ((0,),), (TileResult("sum"),))
     (found,) = tiled_p(fx.symbolic_trace(Sum()), layout, x)
     assert found.dtype is torch.bfloat16 and found.item() == 4096  # 256 if each sum is rounded
 
@@ -61,13 +61,19 @@ def test_sums_of_half_precision_are_added_in_single():
 @pytest.mark.parametrize(
     ("source", "result", "rows", "wanted"),
     [
-        ((4, 8, 64), (4, 8, 64), Rows(0, 2), Rows(0, 2)),
-        ((64,), (4, 8, 64), Rows(0, 2), WHOLE),
-        ((), (4, 8, 64), Rows(1), WHOLE),
-        ((1, 64), (8, 64), Rows(0), WHOLE),
-        ((8, 64), (4, 8, 64), Rows(1), Rows(0)),
-        ((1, 8, 64), (4, 8, 64), Rows(0, 2), None),
-        ((8, 64), (4, 8, 64), Rows(0, 2), None),
+        ((4, 8, 64), (4, 8, 64), Rows.at(0, 1), Rows.at(0, 1)),
+        ((64,), (4, 8, 64), Rows.at(0, 1), WHOLE),
+        ((), (4, 8, 64), Rows.at(1), WHOLE),
+        ((1, 64), (8, 64), Rows.at(0), WHOLE),
+        ((8, 64), (4, 8, 64), Rows.at(1), Rows.at(0)),
+        ((1, 8, 64), (4, 8, 64), Rows.at(0, 1), None),
+        ((1, 1, 64), (4, 8, 64), Rows.at(0, 1), WHOLE),
+        ((1, 8, 1), (4, 8, 64), Rows.at(0, 2), WHOLE),
+        ((8, 1), (4, 8, 64), Rows.at(0, 2), WHOLE),
+        ((8, 64), (4, 8, 64), Rows.at(0, 1), None),
+        ((4, 8, 64), (4, 8, 64), Rows.at(0, 2), Rows.at(0, 2)),
+        ((64,), (4, 8, 64), Rows.at(0, 2), None),
+        ((4, 8, 64), (2, 4, 8, 64), Rows.at(1, 3), Rows.at(0, 2)),
     ],
 )
 def test_operands_of_elementwise_operators(source, result, rows, wanted):
@@ -75,9 +81,21 @@ def test_operands_of_elementwise_operators(source, result, rows, wanted):
 
 
 def test_dims_of_tiles():
-    assert merge_dims([-1, 0], 4, Rows(1, 2)) == [2, 0]
-    assert result_rows((8, 64), (4, 8, 64), Rows(0)) == Rows(1)
-    assert result_rows((1, 64), (8, 64), Rows(0)) is None
+    assert merge_dims([-1, 0], 4, Rows.at(1, 2)) == [2, 0]
+    assert merge_dims([0, 1, 3], 4, Rows.at(0, 2)) == [0, 1, 2]
+    assert result_rows((8, 64), (4, 8, 64), Rows.at(0)) == Rows.at(1)
+    assert result_rows((1, 64), (8, 64), Rows.at(0)) is None
+
+
+def test_rows_move_with_their_dims_and_stay_in_order():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(4, 8, 64)
+    for dims, wanted in [((1, 2), Rows.at(0, 2)), ((0, 2), None), ((0, 1), None)]:
+        node = graph.call_function(aten.transpose.int, (x, *dims))
+        node.meta["val"] = x.meta["val"].transpose(*dims)
+        found = RULES[aten.transpose.int].infer(node, {x: Rows.at(0, 1)})
+        assert (None if found is None else dict(found)[node]) == wanted
 
 
 def test_no_rule_is_for_an_operator_that_draws_or_writes():

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from torchremat import _torch
 from torchremat.autodiff.rewrites.added_calls import add_call
-from torchremat.autodiff.tiles.cuts import SUM, Rows, merge_rows, product, shape_of
+from torchremat.autodiff.tiles.cuts import SUM, Cut, Rows, merge_rows, product, shape_of
 from torchremat.autodiff.tiles.growth import MUCH_SMALLER, TileRegion, count_bytes, grow_along
 from torchremat.graph.nodes import call_of
 from torchremat.graph.symbolic_sizes import literal_size
@@ -97,11 +97,11 @@ class _Slice:
         num_dims = len(shape_of(self.source))
         for count in range(num_dims - 1, 0, -1):
             for start in range(max(0, self.dim - count + 1), min(self.dim, num_dims - count) + 1):
-                yield Rows(start, count)
+                yield Rows(tuple(range(start, start + count)))
 
     def row_sizes(self, rows: Rows, *, of_slice: bool = False) -> list[Any]:
         """The sizes of the dims that are rows, in the source or in the slice."""
-        sizes = list(shape_of(self.source)[rows.start : rows.end])
+        sizes = rows.sizes_in(shape_of(self.source))
         if of_slice:
             at = self.dim - rows.start
             is_there = self.node.target is aten.slice.Tensor
@@ -127,21 +127,24 @@ def _is_sound(taken: _Slice, region: TileRegion) -> bool:
     members, cuts = region.members, region.cuts
     if call_of(taken.source) not in members:
         return False
-    small = count_bytes(taken.source) // MUCH_SMALLER
-    cut = [n for n in region.inputs if isinstance(cuts[n], Rows) and n not in taken.padded]
-    if any(count_bytes(n) > small for n in cut):
+    most = count_bytes(taken.source) // MUCH_SMALLER
+    if not all(_is_small(n, cuts[n], most) for n in region.inputs if n not in taken.padded):
         return False
     late = _find_late(taken, region)
     early = [n for n in members if n not in late]
     inside = {*members, *taken.alike}
     if any(cuts.get(n) is SUM or _is_read_outside(n, inside) for n in early):
         return False  # of all rows
-    filled = [n for n in late if isinstance(cuts[n], Rows) and _is_read_outside(n, inside)]
-    if any(count_bytes(n) > small for n in filled):
+    if not all(_is_small(n, cuts[n], most) for n in late if _is_read_outside(n, inside)):
         return False
     if any(_is_read_outside(n, inside) for n in taken.padded):
         return False
     return all(_is_linear(node, region, {*late, *taken.padded}) for node in late)
+
+
+def _is_small(node: fx.Node, cut: Cut, most: int) -> bool:
+    """Whether it takes little to cut rows of a value, or to fill it up with others."""
+    return not isinstance(cut, Rows) or (count_bytes(node) <= most and cut.are_neighbours)
 
 
 def _is_read_outside(node: fx.Node, inside: Collection[fx.Node]) -> bool:
@@ -223,7 +226,8 @@ class _Writer:
     def _unfold(self, node: fx.Node, cut: Rows) -> list[Any]:
         """The shape of `node` with the dims of rows that the source of the slice has."""
         shape = shape_of(node)
-        return [*shape[: cut.start], *self._taken.row_sizes(self._rows), *shape[cut.end :]]
+        rows = self._taken.row_sizes(self._rows)
+        return [*shape[: cut.start], *rows, *shape[cut.dims[-1] + 1 :]]
 
     def _dim_in(self, cut: Rows) -> int:
         """The dim of the slice in a value with unfolded rows."""
@@ -247,7 +251,7 @@ class _Writer:
             return made if finish is None else self._add(finish[0], *finish[1])
         taken, shape, whole = self._taken, shape_of(node), self._unfold(node, cut)
         rows = taken.row_sizes(self._rows, of_slice=True)
-        part = self._reshape(made, [*shape[: cut.start], *rows, *shape[cut.end :]])
+        part = self._reshape(made, [*shape[: cut.start], *rows, *shape[cut.dims[-1] + 1 :]])
         backward = _DERIVATIVES[taken.node.target]
         padded = self._add(backward, part, whole, self._dim_in(cut), *taken.range)
         return self._reshape(padded, shape)

@@ -11,12 +11,13 @@ ends at values that are much smaller: they are inputs and results of tiles.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from torch import fx
 
 from torchremat import _torch
 from torchremat.autodiff.tiles import loss_rules  # noqa: F401 its rules are registered
-from torchremat.autodiff.tiles.cuts import Cut, Rows, num_rows, shape_of
+from torchremat.autodiff.tiles.cuts import Cut, Rows, is_equal, num_rows, shape_of
 from torchremat.autodiff.tiles.tile_rule import TileRule
 from torchremat.autodiff.tiles.tile_rules import rule_of
 from torchremat.graph.nodes import base_of, call_of, is_item, is_view
@@ -83,17 +84,32 @@ class TileRegion:
             node = node.args[0]  # type: ignore[assignment]
         return node
 
+    def lies_in_rows(self) -> bool:
+        """Whether rows of several dims are as one dim is, in the memory of inputs and results."""
+        results = [self.cuts[n] for n in self.results]
+        return all(_is_one_dim(n, self.cuts[n]) for n in self.inputs) and all(
+            rows.are_neighbours for rows in results if isinstance(rows, Rows)
+        )
+
     def count_spared_bytes(self) -> int:
         """The bytes of values that are never whole."""
         made = {m for m in self.members if m in self.cuts and not is_view(m)}
         return sum(count_bytes(m) for m in made.difference(self.results))
 
 
+def _is_one_dim(node: fx.Node, cut: Cut) -> bool:
+    if not isinstance(cut, Rows):
+        return True
+    value = node.meta["val"]
+    return all(
+        is_equal(value.stride(a), value.stride(b) * value.shape[b]) for a, b in pairwise(cut.dims)
+    )
+
+
 def grow_from(seed: fx.Node) -> TileRegion | None:
     """The region that spares most, of those with other dims of `seed` for rows; `None` if none."""
-    candidates = _candidates(len(shape_of(seed)))
-    found = [grow_along([seed], rows) for rows in candidates]
-    regions = [r for r in found if seed in r.members and seed not in r.results]
+    found = [grow_along([seed], rows) for rows in _candidates(len(shape_of(seed)))]
+    regions = [r for r in found if seed in r.members and seed not in r.results and r.lies_in_rows()]
     return max(regions, key=TileRegion.count_spared_bytes, default=None)
 
 
@@ -103,10 +119,13 @@ def grow_along(seeds: Sequence[fx.Node], rows: Rows) -> TileRegion:
 
 
 def _candidates(num_dims: int) -> Iterator[Rows]:
-    """Rows to try, those of most dims first: tiles of them are the finest."""
-    for count in range(num_dims - 1, 0, -1):
+    """Rows to try, those of most dims first: all but one, or neighbours."""
+    for other in reversed(range(num_dims)):
+        if num_dims > 1:
+            yield Rows(tuple(d for d in range(num_dims) if d != other))
+    for count in range(num_dims - 2, 0, -1):
         for start in range(num_dims - count + 1):
-            yield Rows(start, count)
+            yield Rows(tuple(range(start, start + count)))
 
 
 class _Growth:

@@ -24,7 +24,7 @@ from torchremat.autodiff.tiles.cuts import (
     product,
     shape_of,
 )
-from torchremat.autodiff.tiles.tile_rule import TileRule, ToBody
+from torchremat.autodiff.tiles.tile_rule import TileRule, ToBody, fit_operand
 from torchremat.autodiff.tiles.tile_rules import RULES
 from torchremat.graph.nodes import is_item
 from torchremat.graph.notes import notes_of, set_notes
@@ -36,28 +36,48 @@ _NONE, _MEAN, _SUM = range(3)
 """The ways to reduce, as ATen numbers them."""
 
 
+def _find_loss_rows(
+    known: Cuts, scored: Sequence[fx.Node], targeted: Sequence[fx.Node]
+) -> dict[fx.Node, Rows] | None:
+    """The rows of values with a score for each class, in their second dim, and of those without.
+
+    Each target is a row. Or the first dim alone is, of images say, with a target for each pixel.
+    """
+    num_dims = {x: len(shape_of(x)) for x in (*scored, *targeted)}
+    if any(num_dims[x] < 2 for x in scored):  # one target for all
+        return None
+    flat = {x: Rows((0, *range(2, num_dims[x]))) for x in scored}
+    flat |= {x: Rows(tuple(range(num_dims[x]))) for x in targeted}
+    for found in flat, dict.fromkeys(flat, Rows.at(0)):
+        if any(known.get(x) == rows for x, rows in found.items()):
+            return found
+    return None
+
+
 class LossOfRows(TileRule):
-    """`nll_loss_forward` of scores with one row for each target."""
+    """`nll_loss_forward` and `nll_loss2d_forward`."""
 
     def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
         scores, target, weight, reduction, _ = node.args
         assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)
-        if len(shape_of(scores)) != 2 or known.get(scores) != Rows(0):
+        rows = _find_loss_rows(known, [scores], [target])
+        if rows is None:
             return None
-        pairs: list[tuple[fx.Node, Cut]] = [(scores, Rows(0)), (target, Rows(0))]
+        pairs: list[tuple[fx.Node, Cut]] = [*rows.items()]
         if isinstance(weight, fx.Node):
             pairs.append((weight, WHOLE))
         for item in node.users:
             is_loss = is_item(item) and item.args[1] == 0
             if not is_loss:  # the sum of the weights is read after all
                 return None
-            pairs.append((item, Rows(0) if reduction == _NONE else SUM))
+            pairs.append((item, rows[target] if reduction == _NONE else SUM))
         return pairs
 
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         scores, target, weight, reduction, ignore_index = node.args
         way = _SUM if reduction == _MEAN else reduction
-        return node.target, (*to_body((scores, target, weight)), way, ignore_index), {}
+        op = aten.nll_loss_forward.default if _is_flat(scores, cuts) else node.target
+        return op, (*to_body((scores, target, weight)), way, ignore_index), {}
 
     def finish(self, node: fx.Node, total: fx.Node) -> tuple[Any, Any] | None:
         if node.args[3] != _MEAN:
@@ -65,23 +85,37 @@ class LossOfRows(TileRule):
         return aten.div.Tensor, (total, _insert_weight_sum(node, total))
 
 
+def _is_flat(scores: Any, cuts: Cuts) -> bool:
+    """Whether a tile of scores has no dims but that of rows and that of classes."""
+    rows = cuts[scores]
+    return isinstance(rows, Rows) and len(rows.dims) == len(shape_of(scores)) - 1
+
+
 class LossGradient(TileRule):
-    """`nll_loss_backward`, and the operator that also goes through the logarithm of softmax."""
+    """The derivatives of these, and the operator that also goes through `_log_softmax`."""
 
     def __init__(self, linear_in: Sequence[int]) -> None:
         self.linear_in = tuple(linear_in)
 
     def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
-        slope, scores, target, weight, reduction, _, weight_sum, *others = node.args
-        *tensors, _ = others or (None,)
-        rowwise = [node, scores, target, *tensors]
-        if reduction == _NONE:
-            rowwise.append(slope)
-        pairs: list[tuple[fx.Node, Cut]] = [(x, Rows(0)) for x in rowwise if isinstance(x, fx.Node)]
-        if len(shape_of(scores)) != 2 or not any(known.get(x) == cut for x, cut in pairs):
+        given: tuple[Any, ...] = node.args
+        slope, scores, target, weight, reduction, _, weight_sum, *others = given
+        *tensors, dim = others or (1,)
+        if dim % len(shape_of(node)) != 1:
+            return None
+        scored = [x for x in (node, scores, *tensors) if isinstance(x, fx.Node)]
+        targeted = [target, slope] if reduction == _NONE else [target]
+        rows = _find_loss_rows(known, scored, targeted)
+        if rows is None:
             return None
         whole = [weight, weight_sum] if reduction == _NONE else [weight, weight_sum, slope]
-        return [*pairs, *((x, WHOLE) for x in whole if isinstance(x, fx.Node))]
+        return [*rows.items(), *((x, WHOLE) for x in whole if isinstance(x, fx.Node))]
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        is_2d = node.target is aten.nll_loss2d_backward.default and _is_flat(node.args[1], cuts)
+        op = aten.nll_loss_backward.default if is_2d else node.target
+        args, others = node.args[:7], node.args[7:]
+        return op, (*to_body(args), *to_body(others[:-1]), *[1 for _ in others[-1:]]), {}
 
     def _is_linear_in_all(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
         given = [node.args[i] for i in self.linear_in]
@@ -117,8 +151,11 @@ class LossOfElements(TileRule):
 
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         *tensors, reduction = self._find_arguments(node)
-        way = _SUM if reduction == _MEAN else reduction
-        return node.target, (*to_body(tuple(tensors)), way), {}
+        scores = tensors[0]
+        rows = cuts[scores]
+        assert isinstance(rows, Rows)
+        fitted = fx.node.map_arg(tensors, lambda x: fit_operand(to_body, x, cuts, scores, rows))
+        return node.target, (*fitted, _SUM if reduction == _MEAN else reduction), {}
 
     def finish(self, node: fx.Node, total: fx.Node) -> tuple[Any, Any] | None:
         if self._find_arguments(node)[-1] != _MEAN:
@@ -154,16 +191,16 @@ class SlopeOfSquares(TileRule):
 RULES[aten.mse_loss.default] = LossOfElements(2)
 RULES[aten.mse_loss_backward.default] = SlopeOfSquares()
 RULES[aten.binary_cross_entropy_with_logits.default] = LossOfElements(4)
-RULES[aten.nll_loss_forward.default] = LossOfRows()
-RULES[aten.nll_loss_backward.default] = LossGradient((0,))
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+RULES.update(dict.fromkeys(_LOSSES, LossOfRows()))
+_GRADIENTS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+RULES.update(dict.fromkeys(_GRADIENTS, LossGradient((0,))))
 RULES[loss_gradient] = LossGradient((0, 7))
 
 
 def compute_weight_sums(graph: fx.Graph) -> None:
     """Let the sum of the weights of a loss be computed of its targets, without the scores."""
-    for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
-        if len(shape_of(node.args[0])) != 2:
-            continue
+    for node in [n for op in _LOSSES for n in graph.find_nodes(op="call_function", target=op)]:
         for item in list(node.users):
             if is_item(item) and item.args[1] == 1:
                 item.replace_all_uses_with(_insert_weight_sum(node, node))

@@ -1,7 +1,6 @@
 """Rules of operators that move elements: to other dims, in parts, or beside others."""
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Permutation(TileRule):
-    """`t`, `transpose` and `permute`: rows move with their dims, if these stay neighbours."""
+    """`t`, `transpose` and `permute`: rows move with their dims, if these stay in their order."""
 
     linear_in = (0,)
 
@@ -35,22 +34,13 @@ class Permutation(TileRule):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         order = self._order(node, len(shape_of(source)))
-        found = known.get(source)
-        if isinstance(found, Rows):
-            dims = [order.index(d) for d in range(found.start, found.end)]
-            return self._pairs(node, source, dims, found)
-        own = known.get(node)
-        if isinstance(own, Rows):
-            dims = [order[d] for d in range(own.start, own.end)]
-            cut = _neighbours(dims)
-            return None if cut is None else [(node, own), (source, cut)]
+        if isinstance(rows := known.get(source), Rows):
+            own = _rising(order.index(d) for d in rows.dims)
+            return None if own is None else [(node, own), (source, rows)]
+        if isinstance(rows := known.get(node), Rows):
+            cut = _rising(order[d] for d in rows.dims)
+            return None if cut is None else [(node, rows), (source, cut)]
         return None
-
-    def _pairs(
-        self, node: fx.Node, source: fx.Node, dims: Sequence[int], rows: Rows
-    ) -> Assignment | None:
-        own = _neighbours(dims)
-        return None if own is None else [(node, own), (source, rows)]
 
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         source = node.args[0]
@@ -58,13 +48,13 @@ class Permutation(TileRule):
         num_dims = len(shape_of(source))
         order = self._order(node, num_dims)
         assert isinstance(rows, Rows)
-        kept = [d for d in order if d == rows.start or not rows.start < d < rows.end]
-        return aten.permute.default, (to_body(source), merge_dims(kept, num_dims, rows)), {}
+        own = [d for d in order if d not in rows.dims[1:]]
+        return aten.permute.default, (to_body(source), merge_dims(own, num_dims, rows)), {}
 
 
-def _neighbours(dims: Sequence[int]) -> Rows | None:
-    in_order = all(b == a + 1 for a, b in pairwise(dims))
-    return Rows(dims[0], len(dims)) if in_order else None
+def _rising(dims: Iterable[int]) -> Rows | None:
+    found = tuple(dims)
+    return Rows(found) if list(found) == sorted(found) else None
 
 
 def _swap(num_dims: int, a: int, b: int) -> list[int]:
@@ -108,25 +98,31 @@ class Reshape(TileRule):
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         rows = cuts[node]
         assert isinstance(rows, Rows)
-        shape = shape_of(node)
-        merged = [*shape[: rows.start], -1, *shape[rows.end :]]
+        merged = merge_rows(shape_of(node), rows, -1)
         return aten.reshape.default, (to_body(node.args[0]), merged), {}
 
 
 def _reshape_rows(before: Sequence[Any], after: Sequence[Any], rows: Rows) -> Rows | None:
     """The dims of `after` that are these rows of `before`.
 
-    >>> _reshape_rows([4, 8, 64], [32, 64], Rows(0, 2))
-    Rows(start=0, count=1)
+    >>> _reshape_rows([4, 8, 64], [32, 64], Rows.at(0, 1))
+    Rows(dims=(0,))
+    >>> _reshape_rows([4, 64, 8], [4, 64, 1, 8], Rows.at(0, 2))
+    Rows(dims=(0, 2, 3))
     """
-    head, wanted = before[: rows.start], product(before[rows.start : rows.end])
+    found = [_reshape_run(before, after, run) for run in rows.find_runs()]
+    return None if None in found else Rows(tuple(d for run in found if run for d in run))
+
+
+def _reshape_run(before: Sequence[Any], after: Sequence[Any], run: Rows) -> Sequence[int] | None:
+    wanted, behind = product(run.sizes_in(before)), product(before[run.dims[-1] + 1 :])
     for start in range(len(after)):
-        if not is_equal(product(after[:start]), product(head)):
+        if not is_equal(product(after[:start]), product(before[: run.start])):
             continue
         for end in range(start + 1, len(after) + 1):
             same = is_equal(product(after[start:end]), wanted)
-            if same and is_equal(product(after[end:]), product(before[rows.end :])):
-                return Rows(start, end - start)
+            if same and is_equal(product(after[end:]), behind):
+                return range(start, end)
     return None
 
 
@@ -155,7 +151,7 @@ class AlongDim(TileRule):
         if found is None or any(len(shape_of(v)) != num_dims for v in values):
             return None
         rows = found[1]
-        if rows.start <= self._dim(node, num_dims) < rows.end:
+        if self._dim(node, num_dims) in rows.dims:
             return None
         return [(value, rows) for value in values]
 

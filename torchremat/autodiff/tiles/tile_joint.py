@@ -34,7 +34,7 @@ from torchremat.autodiff.tiles.one_pass import (
 )
 from torchremat.autodiff.tiles.scale_op import scale_gradient
 from torchremat.autodiff.tiles.tiled_op import tiled_p
-from torchremat.autodiff.tiles.write_region import NoTilesError, has_scattered_rows, write_region
+from torchremat.autodiff.tiles.write_region import NoTilesError, write_region
 from torchremat.graph.inplace import is_mutable
 from torchremat.graph.nodes import is_item
 from torchremat.graph.notes import notes_of, set_notes
@@ -128,8 +128,6 @@ class _Tiler:
 
     def _cut(self, region: TileRegion) -> None:
         late = self._late
-        if has_scattered_rows(region):
-            return
         cotangent = make_early(self.joint, region, late) if is_sound(region) else None
         if cotangent is not None:
             self._write([region], late, cotangent)

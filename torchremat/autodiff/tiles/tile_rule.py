@@ -4,9 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
-from torchremat.autodiff.tiles.cuts import Assignment, Cuts
+from torchremat.autodiff.tiles.cuts import WHOLE, Assignment, Cuts, Rows, shape_of
+
+aten = torch.ops.aten
 
 
 class ToBody(Protocol):
@@ -16,6 +19,16 @@ class ToBody(Protocol):
 
     def insert(self, op: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
         """Add an operator to the body, with its fake result."""
+
+
+def fit_operand(to_body: ToBody, node: fx.Node, cuts: Cuts, result: fx.Node, rows: Rows) -> fx.Node:
+    """An operand in the body that is broadcast to the tile of `result`, whose rows are one dim."""
+    made: fx.Node = to_body(node)
+    own = rows.shift(len(shape_of(node)) - len(shape_of(result)))
+    ones = [d for d in own.dims[1:] if d >= 0]
+    if cuts[node] is not WHOLE or not ones:
+        return made
+    return to_body.insert(aten.squeeze.dims, (made, ones), made.meta["val"].squeeze(ones))
 
 
 class TileRule(ABC):

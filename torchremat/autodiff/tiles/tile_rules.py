@@ -36,7 +36,7 @@ from torchremat.autodiff.tiles.shape_rules import (
     order_of_permute,
     order_of_transpose,
 )
-from torchremat.autodiff.tiles.tile_rule import TileRule, ToBody
+from torchremat.autodiff.tiles.tile_rule import TileRule, ToBody, fit_operand
 from torchremat.graph.symbolic_sizes import literal_size
 
 aten = torch.ops.aten
@@ -65,6 +65,12 @@ class Elementwise(TileRule):
                 return None
             pairs.append((operand, cut))
         return pairs
+
+    def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
+        rows = cuts[node]
+        assert isinstance(rows, Rows)
+        args = fx.node.map_arg(node.args, lambda x: fit_operand(to_body, x, cuts, node, rows))
+        return node.target, args, to_body(node.kwargs)
 
 
 class Sum(Elementwise):
@@ -102,10 +108,10 @@ class MatrixProduct(TileRule):
     def __init__(self, num_batch_dims: int) -> None:
         n = num_batch_dims
         self._forms = [
-            *[(Rows(d), Rows(d), Rows(d)) for d in range(n)],
-            (Rows(n), Rows(n), WHOLE),
-            (Rows(n + 1), WHOLE, Rows(n + 1)),
-            (SUM, Rows(n + 1), Rows(n)),
+            *[(Rows.at(d), Rows.at(d), Rows.at(d)) for d in range(n)],
+            (Rows.at(n), Rows.at(n), WHOLE),
+            (Rows.at(n + 1), WHOLE, Rows.at(n + 1)),
+            (SUM, Rows.at(n + 1), Rows.at(n)),
         ]
 
     def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
@@ -124,7 +130,8 @@ class AddedProduct(TileRule):
     def infer(self, node: fx.Node, known: Cuts) -> Assignment | None:
         bias, a, b = node.args
         assert isinstance(bias, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        for rows, cut_a, cut_b in ((Rows(0), Rows(0), WHOLE), (Rows(1), WHOLE, Rows(1))):
+        first, second = Rows.at(0), Rows.at(1)
+        for rows, cut_a, cut_b in ((first, first, WHOLE), (second, WHOLE, second)):
             wanted = [(node, rows), (a, cut_a), (b, cut_b)]
             fits = [known[x] == cut for x, cut in wanted if x in known]
             cut = broadcast_cut(shape_of(bias), shape_of(node), rows)
@@ -149,7 +156,7 @@ class ByRow(TileRule):
         operands = [node, *node.all_input_nodes]
         found = find_rows(known, operands)
         alike = all(have_equal(shape_of(x), shape_of(node)) for x in operands)
-        if found is None or not alike or found[1].start <= self._dim(node) < found[1].end:
+        if found is None or not alike or self._dim(node) in found[1].dims:
             return None
         return [(operand, found[1]) for operand in operands]
 
@@ -174,12 +181,14 @@ class Reduction(TileRule):
         if not isinstance(source, fx.Node) or not isinstance(rows, Rows):
             return None
         dims = _find_reduced_dims(node, len(shape_of(source)))
-        inside = [d for d in dims if rows.start <= d < rows.end]
+        inside = [d for d in dims if d in rows.dims]
         if inside:
-            is_sum = self._adds and len(inside) == rows.count
-            return [(node, SUM), (source, rows)] if is_sum else None
-        gone = 0 if _keeps_dims(node) else sum(d < rows.start for d in dims)
-        return [(node, rows.shift(-gone)), (source, rows)]
+            is_sum = self._adds and len(inside) == len(rows.dims)
+            loses_dims = _keeps_dims(node) and len(rows.dims) > 1  # a tile has one dim for them
+            return [(node, SUM), (source, rows)] if is_sum and not loses_dims else None
+        gone = [] if _keeps_dims(node) else dims
+        own = Rows(tuple(d - sum(other < d for other in gone) for d in rows.dims))
+        return [(node, own), (source, rows)]
 
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         source = node.args[0]
@@ -189,7 +198,7 @@ class Reduction(TileRule):
         args = list(to_body(node.args))
         if len(args) > 1 and isinstance(args[1], list | tuple):
             dims = _find_reduced_dims(node, num_dims)
-            outside = [d for d in dims if not rows.start <= d < rows.end]
+            outside = [d for d in dims if d not in rows.dims]
             merged = merge_dims(outside, num_dims, rows)
             args[1] = merged if len(outside) == len(dims) else [*merged, rows.start]
         return node.target, tuple(args), to_body(node.kwargs)
@@ -230,11 +239,10 @@ class Gather(TileRule):
         source, dim, index = node.args[:3]
         assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
         found = find_rows(known, [node, source, index])
-        if found is None or found[1].start <= dim % len(shape_of(source)) < found[1].end:
+        if found is None or dim % len(shape_of(source)) in found[1].dims:
             return None
         rows = found[1]
-        before, after = (shape_of(x)[rows.start : rows.end] for x in (source, index))
-        if not have_equal(before, after):
+        if not have_equal(*(rows.sizes_in(shape_of(x)) for x in (source, index))):
             return None
         return [(node, rows), (source, rows), (index, rows)]
 
@@ -256,10 +264,10 @@ class ScatterAdd(TileRule):
         assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
         found = find_rows(known, [node, index, source])
         own = dim % len(shape_of(node))
-        if found is None or not _is_zero(zeros) or found[1].start <= own < found[1].end:
+        if found is None or not _is_zero(zeros) or own in found[1].dims:
             return None
         rows = found[1]
-        sizes = [shape_of(x)[rows.start : rows.end] for x in (node, index, source)]
+        sizes = [rows.sizes_in(shape_of(x)) for x in (node, index, source)]
         alike = have_equal(sizes[0], sizes[1]) and have_equal(sizes[0], sizes[2])
         return [(node, rows), (index, rows), (source, rows)] if alike else None
 

@@ -42,12 +42,12 @@ class TileLayout(NamedTuple):
 
     Attributes:
         num_tiles: tiles of equal size, of which the last may be smaller.
-        operands: for each operand the first dim and the number of dims of rows, or `None`.
+        operands: for each operand the dims that are rows, in rising order, or `None`.
         results: a `TileResult` for each.
     """
 
     num_tiles: int
-    operands: tuple[tuple[int, int] | None, ...]
+    operands: tuple[tuple[int, ...] | None, ...]
     results: tuple[TileResult, ...]
 
 
@@ -114,7 +114,7 @@ def run_tiles(
 ) -> tuple[Tensor, ...]:
     """Run the tiles one after another; the results, each in a tensor of its own."""
     merged = [
-        x if rows is None else x.flatten(rows[0], sum(rows) - 1)
+        x if rows is None else _merge_dims(x, rows)
         for x, rows in zip(operands, layout.operands, strict=True)
     ]
     dims = [None if rows is None else rows[0] for rows in layout.operands]
@@ -131,6 +131,12 @@ def run_tiles(
             total.add(made, start)
         del made
     return tuple(total.value() for total in totals)
+
+
+def _merge_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Let `dims` be one, in the place of the first."""
+    last = dims[0] + len(dims) - 1
+    return x.movedim(tuple(dims), tuple(range(dims[0], last + 1))).flatten(dims[0], last)
 
 
 class _Total(ABC):

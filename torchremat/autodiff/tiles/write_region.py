@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchremat.autodiff.tiles.cuts import SUM, Rows, is_equal, merge_rows, shape_of
+from torchremat.autodiff.tiles.cuts import SUM, Cut, Rows, merge_rows, shape_of
 from torchremat.autodiff.tiles.growth import TileRegion
 from torchremat.autodiff.tiles.tiled_op import TileLayout, TileResult, tiled_p
 from torchremat.graph.nodes import ancestors, call_of
@@ -38,7 +38,7 @@ def write_region(region: TileRegion, num_tiles: int, *, is_forward: bool) -> dic
     first = next(n for n in graph.nodes if n in region.members)
     layout = TileLayout(
         num_tiles,
-        tuple(_span(region.cuts[n]) for n in region.inputs),
+        tuple(_dims_of(region.cuts[n]) for n in region.inputs),
         tuple(results.values()),
     )
     notes = replace(notes_of(call_of(region.seed)), phase="forward" if is_forward else "backward")
@@ -53,8 +53,8 @@ def write_region(region: TileRegion, num_tiles: int, *, is_forward: bool) -> dic
         }
 
 
-def _span(cut: Any) -> tuple[int, int] | None:
-    return (cut.start, cut.count) if isinstance(cut, Rows) else None
+def _dims_of(cut: Cut) -> tuple[int, ...] | None:
+    return cut.dims if isinstance(cut, Rows) else None
 
 
 def _merge_result(region: TileRegion, node: fx.Node) -> Tensor:
@@ -64,18 +64,6 @@ def _merge_result(region: TileRegion, node: fx.Node) -> Tensor:
     if not isinstance(cut, Rows):
         return value.new_empty(tuple(value.shape))
     return value.new_empty(merge_rows(value.shape, cut, region.num_rows))
-
-
-def has_scattered_rows(region: TileRegion) -> bool:
-    """Whether rows of several dims of an input do not lie side by side, as one dim would."""
-    for node in region.inputs:
-        cut, value = region.cuts[node], node.meta["val"]
-        if not isinstance(cut, Rows):
-            continue
-        for d in range(cut.start, cut.end - 1):
-            if not is_equal(value.stride(d), value.stride(d + 1) * value.shape[d + 1]):
-                return True
-    return False
 
 
 class _Result:
@@ -96,7 +84,7 @@ class _Result:
         finish = rule.finish(call_of(node), made) if rule is not None and cut is SUM else None
         if finish is not None:
             made = self._add(*finish, node.meta["val"].new_empty(tuple(shape_of(node))))
-        if isinstance(cut, Rows) and cut.count > 1:
+        if isinstance(cut, Rows) and len(cut.dims) > 1:
             shape = [literal_size(size) for size in shape_of(node)]
             made = self._add(
                 aten.view.default, (made, shape), made.meta["val"].view(tuple(shape_of(node)))

@@ -212,6 +212,30 @@ def show_plans(console: Console, layers: int) -> None:
     console.print(table)
 
 
+def show_state(console: Console, layers: int) -> None:
+    """Plans of all that a device must have, which may leave the optimizer's state to the host."""
+    model, tokens = llama.llama_loss(layers)
+    table = Table("GiB in all", "offload", "peak (GiB)", "state on the host (GiB)", "added", "link")
+    for gib, offload in [(None, False), (52, False), (32, True), (26, True)]:
+        plan = tr.plan(
+            model,
+            tokens,
+            budget=1.0 if gib is None else f"{gib}GiB",
+            optimizer=torch.optim.AdamW,
+            device="h100",
+            offload=offload,
+        )
+        table.add_row(
+            "plain" if gib is None else str(gib),
+            "yes" if offload else "no",
+            f"{plan.peak_bytes / 2**30:.2f}",
+            f"{plan.state_on_host_bytes / 2**30:.1f}",
+            f"{100 * plan.recompute_seconds / plan.baseline.seconds:.1f} %",
+            f"{plan.link_seconds:.2f} of {plan.baseline.seconds:.2f} s",
+        )
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=512)
@@ -230,6 +254,7 @@ def main() -> None:
     show_steps(console, ways)
     if options.llama_layers:
         show_plans(console, options.llama_layers)
+        show_state(console, options.llama_layers)
 
 
 if __name__ == "__main__":

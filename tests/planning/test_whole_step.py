@@ -1,6 +1,7 @@
 """Plans with updates in the backward pass: the bytes that they say, and the plain loop's bits."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torchremat.errors import BudgetError, BudgetWarning
 from torchremat.measure import resident_bytes
 from torchremat.optim import step_in_backward
 from torchremat.optim.step_in_backward import stepping_of
+from torchremat.planning import CostModel, Plan
 from torchremat.planning.api import _prepare
 from torchremat.planning.budget import Budget
+from torchremat.planning.costs.device_rates import rates_of
 from torchremat.planning.memory.update_bytes import find_updates
 from torchremat.planning.step.order import order_of
 from torchremat.planning.step.traced_step import region_of
@@ -230,3 +233,73 @@ def test_the_least_memory_has_no_updates_where_they_spare_nothing():
     assert find_updates(region_of(model, (x,), {}), torch.optim.SGD)
     plan = tr.plan(model, x, budget="time:+0%", optimizer=torch.optim.SGD)
     assert plan.updates_in_backward == 0
+
+
+LINKED = CostModel.of(replace(rates_of("cpu"), host_bytes_per_second=64e9))
+WEIGHT = 4 * 128 * 128
+
+
+def plan_with_host(model, x, optimizer, budget, *, offload=True):
+    return tr.plan(model, x, budget=budget, optimizer=optimizer, offload=offload, cost_model=LINKED)
+
+
+def test_state_goes_to_the_host_where_updates_are_not_enough(tmp_path):
+    _, *plain = train(*make("mlp", "adamw"))
+    model, x, optimizer = make("mlp", "adamw")
+    budget = resident_bytes(model, optimizer, x) - 6 * WEIGHT
+    with pytest.raises(BudgetError, match="even with updates in the backward pass. The least"):
+        plan_with_host(model, x, optimizer, budget, offload=False)
+    plan = plan_with_host(model, x, optimizer, budget)
+    assert plan.peak_bytes <= budget < plan.baseline.peak_bytes - 14 * WEIGHT
+    assert plan.state_on_host_bytes == 2 * 6 * WEIGHT  # of two of eight layers it is on the device
+    assert plan.link_seconds == pytest.approx(2 * plan.state_on_host_bytes / 64e9)
+    assert "768 KiB of the optimizer's state are in the host's memory" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert "optimizer's state on the host" in plan.to_html(tmp_path / "plan.html").read_text()
+    tr.nn.wrap(model, policy=from_plan(plan))
+    peak, *found = train(model, x, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
+    assert repr(found[1]) == repr(plain[1])
+    small = sum(s.nbytes for s in state_tensors_of(optimizer) if s.nbytes < WEIGHT)
+    assert peak <= plan.peak_bytes - resident_bytes(model, x) - small
+    assert stepping_of(optimizer).offload
+    stepping_of(optimizer).remove()
+
+
+def state_tensors_of(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_the_least_memory_has_state_on_the_host():
+    model, x, optimizer = make("mlp", "adamw")
+    found = [plan_with_host(model, x, optimizer, "least", offload=o) for o in (False, True)]
+    assert found[1].peak_bytes <= found[0].peak_bytes - 12 * WEIGHT
+    with pytest.raises(
+        BudgetError, match="backward pass and the optimizer's state on the host"
+    ) as e:
+        plan_with_host(model, x, optimizer, found[1].peak_bytes - 1)
+    assert e.value.least_bytes == found[1].peak_bytes
+    assert f"of {in_mib(found[0].baseline.peak_bytes)} without" in str(e.value)
+
+
+def in_mib(nbytes):
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def test_state_stays_where_a_budget_needs_no_other():
+    model, x, optimizer = make("mlp", "adamw")
+    for budget in ("100%", "time:+0%"):
+        assert plan_with_host(model, x, optimizer, budget).state_on_host_bytes == 0
+    model, x, optimizer = make("mlp", "adamw")
+    with step_in_backward(optimizer, offload=True):
+        plan = tr.plan(model, x, budget="100%", optimizer=optimizer)
+    assert plan.state_on_host_bytes == 2 * 6 * WEIGHT
+
+
+def test_a_plan_for_a_class_says_to_leave_state_to_the_host():
+    model, x, _ = make("mlp", "adamw")
+    plan = plan_with_host(model, x, torch.optim.AdamW, "least")
+    wrapped = tr.nn.wrap(model, from_plan(plan))
+    with pytest.warns(BudgetWarning, match=r"step_in_backward\(optimizer, offload=True\)"):
+        wrapped(x).backward()

@@ -22,8 +22,9 @@ from torchremat.errors import (
     ArgumentValueError,
     StepInBackwardError,
 )
-from torchremat.optim.per_parameter import find_objection, update_parameter
+from torchremat.optim.per_parameter import Group, find_objection, update_parameter
 from torchremat.optim.spent_gradient import SpentGradient, spend
+from torchremat.optim.state_on_host import StateOnHost
 
 
 def step_in_backward(
@@ -32,6 +33,7 @@ def step_in_backward(
     max_norm: float | None = None,
     accumulate: int = 1,
     norms: bool = False,
+    offload: bool = False,
 ) -> "StepInBackward":
     """Let `optimizer` update each parameter in the backward pass, as soon as its gradient is there.
 
@@ -52,6 +54,9 @@ def step_in_backward(
         accumulate: how many backward passes there are before each `step()`. The last one updates.
         norms: whether a `SpentGradient` has the norm of its gradient, for code that logs norms. To
             compute them takes a few percent of the time of a step with few tokens.
+        offload: whether the optimizer's state lies in the host's memory. That of a parameter is
+            brought to its device for the update, and that of the next comes meanwhile. Tensors of
+            less than `config.least_offload_nbytes` stay, and others where the host has no room.
 
     Returns:
         The `StepInBackward`, whose `remove()` undoes it. It is a context manager that does.
@@ -101,7 +106,7 @@ def step_in_backward(
             f"{type(optimizer).__name__} cannot update one parameter at a time: {objection}. Call "
             "its step() after the backward pass, as usual"
         )
-    return StepInBackward(optimizer, max_norm, accumulate, norms)
+    return StepInBackward(optimizer, max_norm, accumulate, norms, offload)
 
 
 def shares_gradients() -> bool:
@@ -136,6 +141,7 @@ class StepInBackward:
         max_norm: as it was given.
         accumulate: as it was given.
         norms: as it was given.
+        offload: as it was given.
         total_norm: the global norm of the last gradients that were clipped, a tensor without
             dimensions; `None` before and without `max_norm`.
 
@@ -147,12 +153,18 @@ class StepInBackward:
     """
 
     def __init__(
-        self, optimizer: Optimizer, max_norm: float | None, accumulate: int, norms: bool
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        accumulate: int,
+        norms: bool,
+        offload: bool,
     ) -> None:
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.accumulate = accumulate
         self.norms = norms
+        self.offload = offload
         self.total_norm: Tensor | None = None
         self._is_measuring = False
         self._is_updating = max_norm is None
@@ -168,7 +180,9 @@ class StepInBackward:
         self._watched: set[Tensor] = set()
         self._watch_parameters()
         self._spent: list[tuple[Tensor, Tensor]] = []
+        """Parameters that are updated already when `step()` runs, with their gradients."""
         self._num_states = len(optimizer.state)
+        self._on_host = StateOnHost(optimizer) if offload else None
         _STEPPING[optimizer] = ref(self)
 
     def _watch_parameters(self) -> None:
@@ -215,6 +229,9 @@ class StepInBackward:
         if stepping_of(self.optimizer) is self:
             del _STEPPING[self.optimizer]
         self._drop_spent()
+        if self._on_host is not None:
+            self._on_host.remove()
+            self._on_host = None
 
     def __enter__(self) -> "StepInBackward":
         return self
@@ -230,7 +247,8 @@ class StepInBackward:
     def __repr__(self) -> str:
         clip = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         passes = "" if self.accumulate == 1 else f", accumulate={self.accumulate}"
-        return f"StepInBackward({type(self.optimizer).__name__}{clip}{passes})"
+        place = ", offload=True" if self.offload else ""
+        return f"StepInBackward({type(self.optimizer).__name__}{clip}{passes}{place})"
 
     def _take_gradient(self, number: int, parameter: Tensor) -> None:
         """Called when the gradient of `parameter` is complete."""
@@ -249,8 +267,14 @@ class StepInBackward:
         group = self.optimizer.param_groups[number]
         self._settings.setdefault(number, _settings_of(group))
         norm = torch.linalg.vector_norm(gradient) if self.norms else None
-        update_parameter(self.optimizer, group, parameter)
+        self._update(group, parameter)
         parameter.grad = spend(parameter, norm)
+
+    def _update(self, group: Group, parameter: Tensor) -> None:
+        if self._on_host is None:
+            update_parameter(self.optimizer, group, parameter)
+        else:
+            self._on_host.update(group, parameter)
 
     def _begin_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
@@ -279,7 +303,20 @@ class StepInBackward:
         spent = self._drop_spent()
         if self.max_norm is not None and not spent:
             self.total_norm = clip_grad_norm_(list(self._parameters()), self.max_norm)
+        if self._on_host is not None:
+            spent += self._update_others()
+            self._on_host.end_step()
         self._spent = spent
+
+    def _update_others(self) -> list[tuple[Tensor, Tensor]]:
+        """Update what the backward pass did not, one at a time; returns the gradients set aside."""
+        updated: list[tuple[Tensor, Tensor]] = []
+        for group in self.optimizer.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                self._update(group, parameter)
+                updated.append((parameter, parameter.grad))
+                parameter.grad = None
+        return updated
 
     def _refuse_new_settings(self) -> None:
         for number, used in self._settings.items():

@@ -17,12 +17,12 @@ True
 
 from torchremat.autodiff.tiles.tile_joint import Tiling
 from torchremat.planning import cost_model
-from torchremat.planning.api import Pareto, ParetoPoint, pareto, plan
+from torchremat.planning.api import pareto, plan
 from torchremat.planning.cost_model import CostModel
 from torchremat.planning.estimate import Estimate, estimate
 from torchremat.planning.memory.simulate import simulate
 from torchremat.planning.memory.timeline import Timeline
-from torchremat.planning.plan import Figures, Plan
+from torchremat.planning.plan import Figures, Pareto, ParetoPoint, Plan
 
 __all__ = [
     "CostModel",

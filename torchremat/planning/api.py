@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -10,15 +10,14 @@ import torch
 from torch import fx
 
 from torchremat.autodiff.joint import Joint
-from torchremat.core.formatting import ShownInNotebook, human_bytes, human_seconds, table
 from torchremat.errors import ArgumentTypeError, BudgetError, PlanError
 from torchremat.planning.budget import Budget, BudgetLike
 from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.costs.workspace_bytes import allow_workspace
-from torchremat.planning.memory.resident_bytes import OptimizerLike, resident_tensors
+from torchremat.planning.memory.resident_bytes import OptimizerLike, Resident
 from torchremat.planning.memory.timeline import Timeline
 from torchremat.planning.memory.update_bytes import find_updates, steps_already
-from torchremat.planning.plan import Figures, Plan
+from torchremat.planning.plan import Figures, Pareto, ParetoPoint, Plan
 from torchremat.planning.planner import Planner
 from torchremat.planning.problem.problem import Part, Schedule
 from torchremat.planning.step.fingerprint import lines_of
@@ -76,7 +75,8 @@ def plan(
         device: where the step is to run (`"cuda"`, `"h100"`); by default where the tensors are, or
             this machine if they are on the meta device. Those take the kernels of that device.
         offload: whether values may be copied to the host and back, where the device has a link to
-            one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads.
+            one. `from_plan` runs such a plan in eager mode; a compiler saves what it offloads. With
+            updates in the backward pass, the optimizer's state may be on the host as well.
         tile: whether operators that are independent along rows may run for some rows at a time, so
             that logits, say, are never whole. Sums over tiles round otherwise than one sum.
         **kwargs: keyword arguments of `fun_or_module`.
@@ -103,77 +103,20 @@ def plan(
     asked = Budget.of(budget)
     planning = _prepare(fun_or_module, args, kwargs, optimizer, solver, cost_model, device, offload)
     request = f"plan(budget={budget!r}{', tile=True' if tile else ''})"
-    found: list[Plan] = []
-    if not steps_already(optimizer):
-        may_update = bool(find_updates(planning.region, optimizer))
+    found: list[Plan | BudgetError] = []
+    for way in planning.list_ways(optimizer, may_wait=asked.added is None):
         try:
-            found.append(planning.plan(asked, request, tile=tile))
-        except BudgetError:
-            if not may_update:
-                raise
-        if found and not (asked.is_searched and may_update):
-            return found[0]
-    found.append(planning.with_updates(optimizer).plan(planning.fix(asked), request, tile=tile))
-    return min(found, key=lambda made: made.peak_bytes)
-
-
-@dataclass(frozen=True)
-class ParetoPoint:
-    """Least time added at a budget.
-
-    Attributes:
-        budget: in bytes.
-        plan: the plan for it.
-    """
-
-    budget: int
-    plan: Plan
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the plan."""
-        return self.plan.peak_bytes
-
-    @property
-    def recompute_seconds(self) -> float:
-        """The time that the plan adds."""
-        return self.plan.recompute_seconds
-
-
-@dataclass(frozen=True)
-class Pareto(ShownInNotebook):
-    """The least time added against peak memory: a `ParetoPoint` each, the largest budget first."""
-
-    points: tuple[ParetoPoint, ...]
-    least_bytes: int | None
-    """The least budget that can be met, if a smaller one was given."""
-
-    def __iter__(self) -> Iterator[ParetoPoint]:
-        return iter(self.points)
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, i: int) -> ParetoPoint:
-        return self.points[i]
-
-    def __repr__(self) -> str:
-        peaks = [human_bytes(point.peak_bytes) for point in self]
-        return f"Pareto(peaks: {', '.join(peaks) or 'none'})"
-
-    def __str__(self) -> str:
-        rows = [("budget", "peak", "saved", "added", "at least")]
-        for point in self.points:
-            found = point.plan
-            rows.append((
-                human_bytes(point.budget), human_bytes(found.peak_bytes),
-                human_bytes(found.saved_bytes), human_seconds(found.recompute_seconds),
-                human_seconds(found.lower_bound_seconds),
-            ))  # fmt: skip
-        lines = table(rows, numeric=(0, 1, 2, 3, 4), indent="")
-        if self.least_bytes is not None:
-            lines.append(f"the least budget that can be met: {human_bytes(self.least_bytes)}")
-        return "\n".join(lines)
+            made = way.plan(asked if way is planning else planning.fix(asked), request, tile=tile)
+        except BudgetError as error:
+            found.append(error)
+            continue
+        if not asked.is_searched:
+            return made
+        found.append(made)
+    plans = [made for made in found if isinstance(made, Plan)]
+    if not plans:
+        raise found[-1]  # type: ignore[misc]  # the last way takes the least memory
+    return min(plans, key=lambda made: made.peak_bytes)
 
 
 def pareto(
@@ -268,7 +211,7 @@ def _prepare(
     place = StepDevice.of(fun, args, kwargs, cost_model, device)
     region = region_of(fun, args, kwargs, WholeGraphPolicy(), gpu=place.gpu)
     model = place.model_of(region)
-    return PlannedFunction(region, model, solver, resident_tensors(region, optimizer), offload)
+    return PlannedFunction(region, model, solver, Resident.of(region, optimizer), offload)
 
 
 class PlannedFunction:
@@ -279,7 +222,7 @@ class PlannedFunction:
         region: Region,
         model: CostModel,
         solver: str,
-        resident: Sequence[int],
+        resident: Resident,
         offload: bool,
         updates: Updates | None = None,
         optimizer: OptimizerLike = None,
@@ -289,10 +232,11 @@ class PlannedFunction:
         self._optimizer = optimizer
         self.model = model
         self.joint = region.joint_for(region.usual_outputs)
-        self.resident = sum(resident)
-        self._resident_tensors = resident
+        self.resident = sum(resident.tensors)
+        self._resident = resident
         self._solver = solver
         self._offload = offload
+        self._updated = UpdatedStep(region, self.updates, resident.on_host)
         self.planner = self._make_planner(self.joint)
 
     def _make_planner(self, joint: Joint) -> Planner:
@@ -303,15 +247,33 @@ class PlannedFunction:
             solver=self._solver,
             resident=self.resident,
             offload=self._offload,
-            updated=UpdatedStep(self.region, self.updates) if self.updates else None,
+            updated=self._updated if self.updates else None,
         )
 
-    def with_updates(self, optimizer: OptimizerLike) -> "PlannedFunction":
-        """Count on updates in the backward pass."""
-        updates, resident = find_updates(self.region, optimizer), self._resident_tensors
-        return PlannedFunction(
-            self.region, self.model, self._solver, resident, self._offload, updates, optimizer
+    def list_ways(self, optimizer: OptimizerLike, *, may_wait: bool) -> Iterator["PlannedFunction"]:
+        """The step as it is, with updates in its backward pass, and with state on the host.
+
+        That the step waits for its state is part of no bound on time: `may_wait` allows it.
+        """
+        is_fixed = steps_already(optimizer)
+        if not is_fixed:
+            yield self
+        updates = find_updates(self.region, optimizer)
+        if updates or is_fixed:
+            yield self.with_updates(optimizer)
+        if updates and not is_fixed and self._offload and may_wait:
+            yield self.with_updates(optimizer, Resident.of(self.region, optimizer, on_host=True))
+
+    def with_updates(
+        self, optimizer: OptimizerLike, resident: Resident | None = None
+    ) -> "PlannedFunction":
+        """Count on updates in the backward pass. Compared is with the step as it is here."""
+        updates, there = find_updates(self.region, optimizer), resident or self._resident
+        made = PlannedFunction(
+            self.region, self.model, self._solver, there, self._offload, updates, optimizer
         )
+        made.baseline = self.baseline
+        return made
 
     def fix(self, budget: Budget) -> Budget:
         """The budget in bytes: a fraction is one of this step's peak."""
@@ -359,7 +321,7 @@ class PlannedFunction:
 
     def _describe(self, planned: PlannedStep) -> Plan:
         joint = planned.step.joint
-        program = UpdatedStep(self.region, self.updates).program_of(planned)
+        program = self._updated.program_of(planned)
         timeline = timeline_of(program)
         peak = timeline.peak
         if planned.offloaded:  # which counts a copy as done by the next operator of some weight
@@ -378,7 +340,7 @@ class PlannedFunction:
             order=order_of(planned.graph_schedule, joint),
             graph=lines_of(joint.module.graph),
             offloaded_bytes=timeline.offloaded_bytes,
-            link_seconds=planned.costs.link_seconds,
+            link_seconds=planned.costs.link_seconds + self._count_state_seconds(),
             graphs=(forward.module, backward.module),
             cost_model=self.model,
             rates=self.model.rates,
@@ -386,6 +348,7 @@ class PlannedFunction:
             workspace_bytes=allow_workspace((forward, backward), self.model.rates),
             gap_reason=planned.gap_reason,
             updates_in_backward=len(self.updates),
+            state_on_host_bytes=self._resident.on_host,
             optimizer=self._find_live_optimizer(),
         )
 
@@ -395,7 +358,12 @@ class PlannedFunction:
         return None
 
     def _count_reserved(self, timeline: Timeline) -> int:
-        return timeline.count_reserved_bytes(self._resident_tensors)
+        return timeline.count_reserved_bytes(self._resident.tensors)
+
+    def _count_state_seconds(self) -> float:
+        """How long state is on its way to the device and back."""
+        rate = self.model.rates.host_bytes_per_second
+        return 2 * self._resident.on_host / rate if rate else 0.0
 
     @functools.cached_property
     def baseline(self) -> Figures:

@@ -59,15 +59,20 @@ class FromPlan(PlannedPolicy):
         """Let the plan's optimizer step in the backward pass; warn once if none is known."""
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is not None:
-            step_in_backward(optimizer)
+            step_in_backward(optimizer, offload=self._plan.state_on_host_bytes > 0)
         elif not self._warned:
             self._warned.append(True)
             warn_user(
                 f"{self!r}: the plan counts on updates in the backward pass, and no optimizer "
                 "makes any. So gradients take more memory than it says. Call "
-                "torchremat.optim.step_in_backward(optimizer) before the first step",
+                f"torchremat.optim.step_in_backward(optimizer{self._offloads}) before the first "
+                "step",
                 BudgetWarning,
             )
+
+    @property
+    def _offloads(self) -> str:
+        return ", offload=True" if self._plan.state_on_host_bytes else ""
 
     @property
     def wants_tiles(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -72,6 +72,8 @@ class Plan(ShownInNotebook):
         tiling: how many tiles there are, and segments of loops; `None` without any.
         updates_in_backward: how many parameters `optim.step_in_backward` updates in the backward
             pass, each as soon as its gradient is there; 0 if the budget needs none.
+        state_on_host_bytes: what of the optimizer's state lies in the host's memory meanwhile, by
+            `step_in_backward(optimizer, offload=True)`.
     """
 
     budget: int
@@ -93,6 +95,7 @@ class Plan(ShownInNotebook):
     gap_reason: str = ""
     tiling: Tiling | None = None
     updates_in_backward: int = 0
+    state_on_host_bytes: int = 0
     graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
     cost_model: CostModel | None = field(default=None, repr=False)
     """The model of the times; `None` for a plan that was loaded."""
@@ -171,6 +174,9 @@ class Plan(ShownInNotebook):
             why.append(f"loops run in {self.tiling.num_segments} segments")
         if self.updates_in_backward:
             why.append(f"{self.updates_in_backward} parameters are updated in the backward pass")
+        if self.state_on_host_bytes:
+            state = human_bytes(self.state_on_host_bytes)
+            why.append(f"{state} of the optimizer's state are in the host's memory")
         return "\n".join([head, *table(rows, numeric=(1, 2)), *why])
 
     def _of_the_allocator(self) -> list[tuple[str, str, str, str]]:
@@ -263,6 +269,65 @@ class Plan(ShownInNotebook):
         return schedule_of(self.order, self.graph, self.decisions, joint)
 
 
+@dataclass(frozen=True)
+class ParetoPoint:
+    """Least time added at a budget.
+
+    Attributes:
+        budget: in bytes.
+        plan: the plan for it.
+    """
+
+    budget: int
+    plan: Plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the plan."""
+        return self.plan.peak_bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        """The time that the plan adds."""
+        return self.plan.recompute_seconds
+
+
+@dataclass(frozen=True)
+class Pareto(ShownInNotebook):
+    """The least time added against peak memory: a `ParetoPoint` each, the largest budget first."""
+
+    points: tuple[ParetoPoint, ...]
+    least_bytes: int | None
+    """The least budget that can be met, if a smaller one was given."""
+
+    def __iter__(self) -> Iterator[ParetoPoint]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, i: int) -> ParetoPoint:
+        return self.points[i]
+
+    def __repr__(self) -> str:
+        peaks = [human_bytes(point.peak_bytes) for point in self]
+        return f"Pareto(peaks: {', '.join(peaks) or 'none'})"
+
+    def __str__(self) -> str:
+        rows = [("budget", "peak", "saved", "added", "at least")]
+        for point in self.points:
+            found = point.plan
+            rows.append((
+                human_bytes(point.budget), human_bytes(found.peak_bytes),
+                human_bytes(found.saved_bytes), human_seconds(found.recompute_seconds),
+                human_seconds(found.lower_bound_seconds),
+            ))  # fmt: skip
+        lines = table(rows, numeric=(0, 1, 2, 3, 4), indent="")
+        if self.least_bytes is not None:
+            lines.append(f"the least budget that can be met: {human_bytes(self.least_bytes)}")
+        return "\n".join(lines)
+
+
 _PLAIN_FIELDS = (
     "budget", "peak_bytes", "saved_bytes", "recompute_seconds", "recompute_flops",
     "lower_bound_seconds", "device", "decisions",
@@ -276,5 +341,6 @@ _LATER_FIELDS = (
     "workspace_bytes",
     "gap_reason",
     "updates_in_backward",
+    "state_on_host_bytes",
 )
 """They are not in the first files of this version."""

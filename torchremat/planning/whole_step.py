@@ -83,10 +83,12 @@ class WholeStepPlanner(Planner):
         least = self.peak_of(best)
         plain = Planner(self.joint, cost_model=self.cost_model, resident=self.resident).plain
         there = f", {human_bytes(self.resident)} of it there anyway" if self.resident else ""
+        on_host = 0 if self.updated is None else self.updated.state_on_host
+        state = " and the optimizer's state on the host" if on_host else ""
         return BudgetError(
             f"{asked}: a peak of {human_bytes(nbytes)} cannot be met, even with updates in the "
-            f"backward pass. The least that was found is {human_bytes(least)} ({least} bytes"
-            f"{there}), of {human_bytes(plain.peak_bytes + self.resident)} without "
+            f"backward pass{state}. The least that was found is {human_bytes(least)} ({least} "
+            f"bytes{there}), of {human_bytes(plain.peak_bytes + self.resident + on_host)} without "
             f"rematerialisation. Give a budget of at least {least}, a smaller batch, or an "
             "optimizer with less state",
             least,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchremat.core.formatting import human_bytes, human_seconds
 from torchremat.errors import ArgumentTypeError, ArgumentValueError
-from torchremat.planning.api import Pareto, ParetoPoint
+from torchremat.planning.plan import Pareto, ParetoPoint
 from torchremat.viz.figure.figure import (
     ACCENT,
     INK,

@@ -19,6 +19,7 @@ from torchremat.planning.cost_model import CostModel, StepDevice
 from torchremat.planning.fitting.dimension import Dimension
 from torchremat.planning.memory.resident_bytes import (
     OptimizerLike,
+    Resident,
     input_tensors,
     state_tensors,
 )
@@ -69,9 +70,10 @@ class TracedCall:
     def plan_of(self, region: Region) -> PlannedFunction:
         options = self.options
         model = self._step_device().model_of(region)
-        resident = [*input_tensors(region), *state_tensors(region, options.optimizer)]
+        optimizer = options.optimizer
+        resident = Resident.of(region, optimizer) if optimizer else Resident(input_tensors(region))
         made = PlannedFunction(region, model, "auto", resident, offload=False)
-        return made.with_updates(options.optimizer) if steps_already(options.optimizer) else made
+        return made.with_updates(optimizer) if steps_already(optimizer) else made
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """The bytes that are there before a step: parameters, buffers, inputs, an optimizer's state."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torchremat import _torch
 from torchremat.core.storages import storages_in
 from torchremat.errors import ArgumentTypeError, OptionError, nearest_names
 from torchremat.optim.per_parameter import copy_optimizer
+from torchremat.optim.state_on_host import count_state_bytes
+from torchremat.optim.step_in_backward import stepping_of
 from torchremat.remat.program.region import Region
 from torchremat.tracing.dtensors import local_tensor
 
@@ -17,14 +20,29 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 """An optimizer, its class, or none."""
 
 
-def resident_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
-    """The bytes of each input, parameter and tensor of the optimizer's state.
+@dataclass(frozen=True)
+class Resident:
+    """The bytes that are there before a step.
 
-    There are none without an optimizer: only what the step makes is counted then.
+    Attributes:
+        tensors: the bytes of each input, parameter and tensor of the optimizer's state.
+        on_host: the bytes of the state that lies in the host's memory.
     """
-    if optimizer is None:
-        return []
-    return input_tensors(region) + state_tensors(region, optimizer)
+
+    tensors: Sequence[int] = ()
+    on_host: int = 0
+
+    @classmethod
+    def of(cls, region: Region, optimizer: OptimizerLike, *, on_host: bool = False) -> "Resident":
+        """There is nothing without an optimizer: only what the step makes is counted then.
+
+        With `on_host` the optimizer's state is in the host's memory, if not only where it is now.
+        """
+        if optimizer is None:
+            return cls()
+        state = sum(state_tensors(region, optimizer, on_host=False))
+        here = state_tensors(region, optimizer, on_host=on_host or None)
+        return cls(input_tensors(region) + here, state - sum(here))
 
 
 def input_tensors(region: Region) -> list[int]:
@@ -37,10 +55,13 @@ def parameter_nbytes(region: Region) -> int:
     return sum(map(_nbytes, _trainable(region)))
 
 
-def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
+def state_tensors(
+    region: Region, optimizer: OptimizerLike, *, on_host: bool | None = None
+) -> list[int]:
     """The bytes of each tensor in the state of `optimizer` for what gets a gradient.
 
-    Raises `TypeError` for what is not an optimizer.
+    Whether it is in the host's memory the optimizer says, unless `on_host` does. Raises
+    `TypeError` for what is not an optimizer.
     """
     if optimizer is None:
         return []
@@ -53,7 +74,17 @@ def state_tensors(region: Region, optimizer: OptimizerLike) -> list[int]:
             f"optimizer={optimizer!r} is none: give a torch.optim.Optimizer or its class, such as "
             "torch.optim.AdamW"
         )
-    return _state_after_step(copy_on_meta(optimizer, list(_trainable(region))))
+    made = copy_on_meta(optimizer, list(_trainable(region)))
+    if not (leaves_state_to_host(optimizer) if on_host is None else on_host):
+        return _state_after_step(made)
+    take_step(made)
+    return list(count_state_bytes(made.state))
+
+
+def leaves_state_to_host(optimizer: OptimizerLike) -> bool:
+    """Whether it steps in the backward pass with its state in the host's memory."""
+    stepping = stepping_of(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    return stepping is not None and stepping.offload
 
 
 def copy_on_meta(
@@ -78,7 +109,7 @@ def resident_bytes(*things: Any, gradients: bool = False) -> int:
 
     Each storage counts once, at its full size, on whatever device. Of sharded tensors the shards of
     this process count. Of an optimizer, the state that it has not yet counts, too: one step of it
-    is taken on meta tensors.
+    is taken on meta tensors. Of state in the host's memory, that of two parameters counts.
 
     Args:
         things: modules, for their parameters and buffers; optimizers, for their parameters and
@@ -100,10 +131,12 @@ def resident_bytes(*things: Any, gradients: bool = False) -> int:
     parameters: dict[int, Tensor] = {}
     alive, to_come = [], 0
     for thing in things:
-        is_optimizer = isinstance(thing, torch.optim.Optimizer)
-        found = _parameters_of(thing)
+        found, tree = _parameters_of(thing), thing
         parameters |= {id(p): p for p in found if p.requires_grad}
-        tree = [found, list(thing.state.values())] if is_optimizer else thing
+        if isinstance(thing, torch.optim.Optimizer):
+            state, of_state_to_come = _split_state(thing)
+            tree = [found, state]
+            to_come += of_state_to_come
         storages = list(storages_in(tree))
         if not storages:
             raise ArgumentTypeError(
@@ -112,11 +145,18 @@ def resident_bytes(*things: Any, gradients: bool = False) -> int:
             )
         alive += storages  # so that no id is used again
         sizes |= {id(storage): storage.nbytes() for storage in storages}
-        if is_optimizer:
-            to_come += sum(_state_after_step(_without_state(thing)))
     if gradients:
         to_come += sum(_nbytes_of_gradient(p) for p in parameters.values())
     return sum(sizes.values()) + to_come
+
+
+def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[Any], int]:
+    """The state that is there, and the bytes of what else is there during a step."""
+    made = _without_state(optimizer)
+    sizes = _state_after_step(made)
+    if leaves_state_to_host(optimizer):
+        return [], sum(count_state_bytes({**optimizer.state, **made.state}))
+    return list(optimizer.state.values()), sum(sizes)
 
 
 def _parameters_of(thing: Any) -> list[Tensor]:

@@ -70,11 +70,12 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _COUNTS = ("peak_bytes", "saved_bytes", "recompute_flops", "offloaded_bytes", "reserved_bytes",
-           "updates_in_backward")  # fmt: skip
+           "updates_in_backward", "state_on_host_bytes")  # fmt: skip
 _SECONDS = ("recompute_seconds", "lower_bound_seconds", "link_seconds")
 _OF_BASELINE = ("peak_bytes", "saved_bytes", "seconds", "flops", "reserved_bytes")
 _OF_ORDER = ("saved", "forward", "backward", "offloaded")
-_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason", "updates_in_backward")
+_LATER = ("offloaded_bytes", "link_seconds", "reserved_bytes", "gap_reason", "updates_in_backward",
+          "state_on_host_bytes")  # fmt: skip
 """They are not in the first files of this version."""
 # of 64 bits, as sizes are in PyTorch
 _MOST = 2**63 - 1

@@ -11,10 +11,15 @@ from torchremat.remat.program.region import Region
 
 @dataclass(frozen=True, eq=False)
 class UpdatedStep:
-    """A traced step, with the updates that consume gradients while its backward pass runs."""
+    """A traced step, with the updates that consume gradients while its backward pass runs.
+
+    Attributes:
+        state_on_host: the bytes of the optimizer's state that are in the host's memory meanwhile.
+    """
 
     region: Region
     updates: Updates
+    state_on_host: int = 0
 
     def program_of(self, planned: PlannedStep) -> FunctionProgram:
         """The program that runs a schedule."""

@@ -202,9 +202,19 @@ def bring_next() -> None:
     if kept is None:
         return
     for storage in [kept.storages[i]() for i in kept.first]:
-        device = None if storage is None else POOL.device_of(storage)
-        if storage is not None and device is not None and not POOL.has_arrival(storage):
-            POOL.add_arrival(storage, _bring(storage, device))
+        if storage is not None:
+            _bring_early(storage)
+
+
+def bring_early(kept: Tensor) -> None:
+    """Begin to bring `kept` back, if it is in the pool: a `start_fetch` will find it."""
+    _bring_early(kept.untyped_storage())
+
+
+def _bring_early(storage: torch.UntypedStorage) -> None:
+    device = POOL.device_of(storage)
+    if device is not None and not POOL.has_arrival(storage):
+        POOL.add_arrival(storage, _bring(storage, device))
 
 
 COPIES = frozenset({to_host, start_copy, finish_copy, start_fetch, finish_fetch, bring_next})

@@ -74,10 +74,24 @@ def picture_of(
 _ON_HOST = "the plan copies it to the host, and back before the backward pass reads it"
 
 
-def _of_the_host(plan: Plan) -> tuple[tuple[str, str], ...]:
-    if not plan.offloaded_bytes:
-        return ()
-    return (("on the host", human_bytes(plan.offloaded_bytes)),)
+def _list_figures(plan: Plan) -> tuple[tuple[str, str], ...]:
+    base, updates = plan.baseline, plan.updates_in_backward
+    figures = (
+        ("peak", human_bytes(plan.peak_bytes)),
+        ("peak without", human_bytes(base.peak_bytes)),
+        ("budget", human_bytes(plan.budget)),
+        ("saved", human_bytes(plan.saved_bytes)),
+        ("saved without", human_bytes(base.saved_bytes)),
+        ("on the host", human_bytes(plan.offloaded_bytes) if plan.offloaded_bytes else ""),
+        ("time added", f"{human_seconds(plan.recompute_seconds)}{_share(plan)}"),
+        ("time without", human_seconds(base.seconds)),
+        ("updates in backward", str(updates or "")),
+        (
+            "optimizer's state on the host",
+            human_bytes(plan.state_on_host_bytes) if plan.state_on_host_bytes else "",
+        ),
+    )
+    return tuple((name, text) for name, text in figures if text)
 
 
 def _build_of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Picture:
@@ -91,30 +105,14 @@ def _build_of_plan(plan: Plan, cost_model: CostModel | None, title: str) -> Pict
     notes = ProgramNotes(plan.decisions, reasons, labels, timeline, model, inputs)
     values = ValueBuilder(notes).of(forward, backward)
     resident = plan.peak_bytes - timeline.peak
-    base = plan.baseline
-    figures = (
-        ("peak", human_bytes(plan.peak_bytes)),
-        ("peak without", human_bytes(base.peak_bytes)),
-        ("budget", human_bytes(plan.budget)),
-        ("saved", human_bytes(plan.saved_bytes)),
-        ("saved without", human_bytes(base.saved_bytes)),
-        *_of_the_host(plan),
-        ("time added", f"{human_seconds(plan.recompute_seconds)}{_share(plan)}"),
-        ("time without", human_seconds(base.seconds)),
-        *(
-            (("updates in backward", str(plan.updates_in_backward)),)
-            if plan.updates_in_backward
-            else ()
-        ),
-    )
     return Picture(
         title,
-        figures,
+        _list_figures(plan),
         values,
         timeline,
         _resident(values, resident),
         resident > 0,
-        (("budget", plan.budget), ("peak without rematerialisation", base.peak_bytes)),
+        (("budget", plan.budget), ("peak without rematerialisation", plan.baseline.peak_bytes)),
     )
 
 

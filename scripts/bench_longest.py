@@ -173,7 +173,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     memory = Budget.of(options.memory).nbytes
-    assert memory is not None, "give bytes, such as 80GiB"
+    if memory is None:
+        parser.error("--memory takes bytes, such as 80GiB")
     table = Table("trained", "way", "longest", "peak (GiB)", "step (s)", "measured in (s)")
     console = Console(width=120)
     for kind in options.train:

@@ -215,7 +215,9 @@ def show_plans(console: Console, layers: int) -> None:
 def show_state(console: Console, layers: int) -> None:
     """Plans of all that a device must have, which may leave the optimizer's state to the host."""
     model, tokens = llama.llama_loss(layers)
-    table = Table("GiB in all", "offload", "peak (GiB)", "state on the host (GiB)", "added", "link")
+    table = Table(
+        "GiB in all", "offload", "peak (GiB)", "state on the host (GiB)", "added", "copies"
+    )
     for gib, offload in [(None, False), (52, False), (32, True), (26, True)]:
         plan = tr.plan(
             model,
@@ -231,7 +233,7 @@ def show_state(console: Console, layers: int) -> None:
             f"{plan.peak_bytes / 2**30:.2f}",
             f"{plan.state_on_host_bytes / 2**30:.1f}",
             f"{100 * plan.recompute_seconds / plan.baseline.seconds:.1f} %",
-            f"{plan.link_seconds:.2f} of {plan.baseline.seconds:.2f} s",
+            f"{plan.state_link_seconds:.2f} s",
         )
     console.print(table)
 

@@ -414,6 +414,7 @@ so.
   *proved of our orders*: no schedule in an order of ours has a lower peak, but for values of less
   than 0.5 %. Recomputed operators run in the order of the forward pass.
 - Ours may run the backward operators in another order (gradients of parameters early).
+- A peer is compared where it spares more than a millionth of the plain peak.
 - The seconds of our plans are those of one core, whatever else the machine does.
 - Ratios below 0.01 count as 0.01. Peaks within half a percent share one plan, that for the smaller.
 """

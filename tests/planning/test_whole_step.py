@@ -246,14 +246,16 @@ def plan_with_host(model, x, optimizer, budget, *, offload=True):
 def test_state_goes_to_the_host_where_updates_are_not_enough(tmp_path):
     _, *plain = train(*make("mlp", "adamw"))
     model, x, optimizer = make("mlp", "adamw")
-    budget = resident_bytes(model, optimizer, x) - 6 * WEIGHT
+    budget = resident_bytes(model, optimizer, x) - 4 * WEIGHT
     with pytest.raises(BudgetError, match="even with updates in the backward pass. The least"):
         plan_with_host(model, x, optimizer, budget, offload=False)
     plan = plan_with_host(model, x, optimizer, budget)
-    assert plan.peak_bytes <= budget < plan.baseline.peak_bytes - 14 * WEIGHT
-    assert plan.state_on_host_bytes == 2 * 6 * WEIGHT  # of two of eight layers it is on the device
-    assert plan.link_seconds == pytest.approx(2 * plan.state_on_host_bytes / 64e9)
-    assert "768 KiB of the optimizer's state are in the host's memory" in str(plan)
+    assert plan.peak_bytes <= budget < plan.baseline.peak_bytes - 12 * WEIGHT
+    assert (
+        plan.state_on_host_bytes == 2 * 5 * WEIGHT
+    )  # of three of eight layers it is on the device
+    assert plan.state_link_seconds == pytest.approx(2 * plan.state_on_host_bytes / 64e9)
+    assert "640 KiB of the optimizer's state are on the host, 20.5 us on the link" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert "optimizer's state on the host" in plan.to_html(tmp_path / "plan.html").read_text()
@@ -274,7 +276,7 @@ def state_tensors_of(optimizer):
 def test_the_least_memory_has_state_on_the_host():
     model, x, optimizer = make("mlp", "adamw")
     found = [plan_with_host(model, x, optimizer, "least", offload=o) for o in (False, True)]
-    assert found[1].peak_bytes <= found[0].peak_bytes - 12 * WEIGHT
+    assert found[1].peak_bytes <= found[0].peak_bytes - 10 * WEIGHT
     with pytest.raises(
         BudgetError, match="backward pass and the optimizer's state on the host"
     ) as e:
@@ -294,7 +296,7 @@ def test_state_stays_where_a_budget_needs_no_other():
     model, x, optimizer = make("mlp", "adamw")
     with step_in_backward(optimizer, offload=True):
         plan = tr.plan(model, x, budget="100%", optimizer=optimizer)
-    assert plan.state_on_host_bytes == 2 * 6 * WEIGHT
+    assert plan.state_on_host_bytes == 2 * 5 * WEIGHT
 
 
 def test_a_plan_for_a_class_says_to_leave_state_to_the_host():

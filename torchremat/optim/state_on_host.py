@@ -88,12 +88,13 @@ def _wait(optimizer: Optimizer) -> None:
 def count_state_bytes(state: Mapping[Tensor, Mapping[Any, Any]]) -> Iterator[int]:
     """The bytes of each tensor on the device, where the others of `state` are sent to the host.
 
-    Beside those that stay there is the state of one parameter and that of the next, on its way.
+    Beside those that stay there are three parameters' states: of the one that is updated, of the
+    next, on its way here, and of the one before, on its way back.
     """
     sent: list[list[int]] = []
     for found in state.values():
         tensors = [value for value in found.values() if isinstance(value, Tensor)]
         yield from (_count_bytes(value) for value in tensors if not can_leave(value))
         sent.append([_count_bytes(value) for value in tensors if can_leave(value)])
-    for sizes in sorted(sent, key=sum)[-2:]:
+    for sizes in sorted(sent, key=sum)[-3:]:
         yield from sizes

@@ -253,7 +253,7 @@ class PlannedFunction:
     def list_ways(self, optimizer: OptimizerLike, *, may_wait: bool) -> Iterator["PlannedFunction"]:
         """The step as it is, with updates in its backward pass, and with state on the host.
 
-        That the step waits for its state is part of no bound on time: `may_wait` allows it.
+        The time of its copies is part of no plan's added time: `may_wait` allows them.
         """
         is_fixed = steps_already(optimizer)
         if not is_fixed:
@@ -340,7 +340,7 @@ class PlannedFunction:
             order=order_of(planned.graph_schedule, joint),
             graph=lines_of(joint.module.graph),
             offloaded_bytes=timeline.offloaded_bytes,
-            link_seconds=planned.costs.link_seconds + self._count_state_seconds(),
+            link_seconds=planned.costs.link_seconds,
             graphs=(forward.module, backward.module),
             cost_model=self.model,
             rates=self.model.rates,
@@ -359,11 +359,6 @@ class PlannedFunction:
 
     def _count_reserved(self, timeline: Timeline) -> int:
         return timeline.count_reserved_bytes(self._resident.tensors)
-
-    def _count_state_seconds(self) -> float:
-        """How long state is on its way to the device and back."""
-        rate = self.model.rates.host_bytes_per_second
-        return 2 * self._resident.on_host / rate if rate else 0.0
 
     @functools.cached_property
     def baseline(self) -> Figures:

@@ -161,7 +161,7 @@ class Plan(ShownInNotebook):
             ("time", human_seconds(base.seconds + added), human_seconds(base.seconds),
              f"+{human_seconds(added)} ({percent(added, base.seconds)}); no schedule adds less "
              f"than {human_seconds(self.lower_bound_seconds)} (gap {100 * self.gap:.0f} %)"),
-            *self._of_the_link(),
+            *_list_link_rows(self),
             ("flops", f"{base.flops + self.recompute_flops:.4g}", f"{base.flops:.4g}", ""),
         ]  # fmt: skip
         counts = {what: 0 for what in DECISIONS}
@@ -176,8 +176,18 @@ class Plan(ShownInNotebook):
             why.append(f"{self.updates_in_backward} parameters are updated in the backward pass")
         if self.state_on_host_bytes:
             state = human_bytes(self.state_on_host_bytes)
-            why.append(f"{state} of the optimizer's state are in the host's memory")
+            waits = human_seconds(self.state_link_seconds)
+            why.append(f"{state} of the optimizer's state are on the host, {waits} on the link")
         return "\n".join([head, *table(rows, numeric=(1, 2)), *why])
+
+    @property
+    def state_link_seconds(self) -> float:
+        """How long the state on the host takes over the link, here and back; no part of `gap`.
+
+        Copies run beside the step, so it waits for this long at most.
+        """
+        rate = None if self.rates is None else self.rates.host_bytes_per_second
+        return 2 * self.state_on_host_bytes / rate if rate else 0.0
 
     def _of_the_allocator(self) -> list[tuple[str, str, str, str]]:
         if not self.reserved_bytes:
@@ -188,12 +198,6 @@ class Plan(ShownInNotebook):
             space = human_bytes(self.workspace_bytes)
             rows.append(("workspace", space, space, "beside that, an allowance for libraries"))
         return rows
-
-    def _of_the_link(self) -> list[tuple[str, str, str, str]]:
-        if not self.order.offloaded:
-            return []
-        waits = f"+{human_seconds(self.link_seconds)} of the time, waiting for copies"
-        return [("offloaded", human_bytes(self.offloaded_bytes), human_bytes(0), waits)]
 
     def __repr__(self) -> str:
         peaks = f"peak {human_bytes(self.peak_bytes)} of {human_bytes(self.baseline.peak_bytes)}"
@@ -267,6 +271,13 @@ class Plan(ShownInNotebook):
         Raises `PlanError` if it is another graph.
         """
         return schedule_of(self.order, self.graph, self.decisions, joint)
+
+
+def _list_link_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    if not plan.order.offloaded:
+        return []
+    waits = f"+{human_seconds(plan.link_seconds)} of the time, waiting for copies"
+    return [("offloaded", human_bytes(plan.offloaded_bytes), human_bytes(0), waits)]
 
 
 @dataclass(frozen=True)

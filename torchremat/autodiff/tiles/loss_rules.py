@@ -114,8 +114,10 @@ class LossGradient(TileRule):
     def write(self, node: fx.Node, cuts: Cuts, to_body: ToBody) -> tuple[Any, Any, Any]:
         is_2d = node.target is aten.nll_loss2d_backward.default and _is_flat(node.args[1], cuts)
         op = aten.nll_loss_backward.default if is_2d else node.target
-        args, others = node.args[:7], node.args[7:]
-        return op, (*to_body(args), *to_body(others[:-1]), *[1 for _ in others[-1:]]), {}
+        if node.target is not loss_gradient:
+            return op, to_body(node.args), {}
+        *given, _ = node.args
+        return op, (*to_body(tuple(given)), 1), {}  # the dim of classes, also where it was -1
 
     def _is_linear_in_all(self, node: fx.Node, late: Sequence[fx.Node]) -> bool:
         given = [node.args[i] for i in self.linear_in]

@@ -36,7 +36,7 @@ class Resident:
     def of(cls, region: Region, optimizer: OptimizerLike, *, on_host: bool = False) -> "Resident":
         """There is nothing without an optimizer: only what the step makes is counted then.
 
-        With `on_host` the optimizer's state is in the host's memory, if not only where it is now.
+        With `on_host` the optimizer's state counts as on the host; else it is where it is now.
         """
         if optimizer is None:
             return cls()
@@ -109,7 +109,7 @@ def resident_bytes(*things: Any, gradients: bool = False) -> int:
 
     Each storage counts once, at its full size, on whatever device. Of sharded tensors the shards of
     this process count. Of an optimizer, the state that it has not yet counts, too: one step of it
-    is taken on meta tensors. Of state in the host's memory, that of two parameters counts.
+    is taken on meta tensors. Of state in the host's memory, that of three parameters counts.
 
     Args:
         things: modules, for their parameters and buffers; optimizers, for their parameters and

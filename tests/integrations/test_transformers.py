@@ -433,12 +433,16 @@ OPTIONS = {
 }
 
 
-def trained(model, path, callbacks=(), data=None, **options):
+def trained(model, path, callbacks=(), data=None, eval_dataset=None, **options):
     """Weights after a training, and the trainer."""
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(str(path), **{**OPTIONS, **options})
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=data or Data(), callbacks=list(callbacks)
+        model,
+        arguments,
+        train_dataset=data or Data(),
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

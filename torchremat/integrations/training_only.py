@@ -20,6 +20,8 @@ from torchremat.remat.checkpoint import check_prevent_cse
 from torchremat.remat.module_forward import RematForward
 from torchremat.remat.module_policies import PolicyByPattern, assign_policies
 
+Adapt: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 @dataclass(frozen=True, eq=False)
 class TrainingPolicy:
@@ -31,6 +33,7 @@ class TrainingPolicy:
         prevent_cse: as `checkpoint` takes it.
         compile: a backend for the graphs, as `nn.wrap` takes it.
         hint: a note for the error of a module that cannot be traced.
+        adapt: makes of the module's forward the function that runs in its place, if any.
     """
 
     policy: PolicyLike | PolicyByPattern | None = None
@@ -38,6 +41,7 @@ class TrainingPolicy:
     prevent_cse: Any = True
     compile: str | None = None
     hint: str = ""
+    adapt: Adapt | None = None
 
     def apply_to(self, model: nn.Module) -> list[str]:
         """Replace the policies on `model` by this one; return the names of the modules it is on.
@@ -80,7 +84,7 @@ class TrainingOnlyForward(RematForward):
         self, module: nn.Module, name: str, policy: Policy, options: TrainingPolicy
     ) -> None:
         before = vars(module).get("forward")
-        super().__init__(module, name, policy, options.prevent_cse, options.compile)
+        super().__init__(module, name, policy, options.prevent_cse, options.compile, options.adapt)
         self.replaced = before if isinstance(before, RematForward) else None
         self.is_on = True
         self.hint = options.hint
@@ -102,8 +106,9 @@ class TrainingOnlyForward(RematForward):
 
     def is_for(self, name: str, policy: Policy, options: TrainingPolicy) -> bool:
         """Whether a new one would do the same, so that the traces of this one hold."""
-        mine = self.name, self.policy, self.prevent_cse, self.compile, self.hint
-        return mine == (name, policy, options.prevent_cse, options.compile, options.hint)
+        mine = self.name, self.policy, self.prevent_cse, self.compile, self.hint, self.adapt
+        theirs = options.prevent_cse, options.compile, options.hint, options.adapt
+        return mine == (name, policy, *theirs)
 
     def remove(self) -> None:
         """Take it off the module.

@@ -10,10 +10,14 @@ Releases before 5.23 call all of it `gradient_checkpointing`. Keys are those of
 value at a time is on each layer that the library would checkpoint. A budget or a plan is on the
 model as a whole, and with `select` any policy is on each selected module. Without these keys the
 library does what it always did.
+
+With a budget, `"loss_only": True` lets the model return its loss and no logits while it trains. A
+budget with tiles then never has them whole.
 """
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +26,8 @@ from torch import nn
 from torchremat.core.source import warn_user
 from torchremat.errors import NoMatchError, OptionError, nearest_names
 from torchremat.integrations.callback import SessionCallback
-from torchremat.integrations.training_only import TrainingPolicy, remove
+from torchremat.integrations.training_only import Adapt, TrainingPolicy, remove
+from torchremat.planning.budget import BudgetLike
 from torchremat.policies.module_selection import Select
 from torchremat.policies.policy import PolicyLike, as_policy
 from torchremat.remat.module_policies import PolicyByPattern
@@ -30,6 +35,7 @@ from torchremat.remat.module_policies import PolicyByPattern
 try:
     from transformers import PreTrainedModel, TrainerCallback
     from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.utils import ModelOutput
 except ImportError as error:
     raise ImportError(
         "torchremat.integrations.transformers needs transformers 4.57 or newer: pip install "
@@ -43,7 +49,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_KEYS = ("policy", "select", "prevent_cse", "compile")
+_OF_WRAP = ("policy", "select", "prevent_cse", "compile")
+_KEYS = (*_OF_WRAP, "loss_only")
 _OF_PYTORCH = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
 )  # fmt: skip
@@ -104,7 +111,7 @@ def enable_checkpointing(
         self: the model.
         gradient_checkpointing_kwargs: `{"policy": "budget:8GiB"}`, or just its text; see the
             module. `use_reentrant` may stay where it is: there is nothing to choose. Without a key
-            of `torchremat.nn.wrap`, the options of `torch.utils.checkpoint`.
+            of torchremat, the options of `torch.utils.checkpoint`.
         every_n_layers: the policy is on every so manieth layer, from the first one on.
         offload: only without a policy.
 
@@ -152,6 +159,12 @@ def enable_remat(model: Any, applied: TrainingPolicy, every_n_layers: int = 1) -
     So the model itself turns off `use_cache`, with its own warning, and says that it checkpoints.
     Returns the names of the modules that run under a checkpoint now.
     """
+    is_for_layers = applied.select is not None or not _is_for_the_whole(applied.policy)
+    if applied.adapt is not None and is_for_layers:
+        raise OptionError(
+            "loss_only=True is for the model as a whole, and this policy is for parts of it: give "
+            "a budget, such as 'budget:30%+tile', without select="
+        )
     if applied.select is None and not _is_for_the_whole(applied.policy):
         applied = replace(applied, select=_select_layers(model, every_n_layers))
     elif every_n_layers != 1:
@@ -173,6 +186,24 @@ def call_through(function: Any, *args: Any, **kwargs: Any) -> Any:
     2
     """
     return function(*args, **kwargs)
+
+
+def return_loss_only(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model that returns its loss and nothing else, where it has one."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        if not isinstance(found, ModelOutput) or found.get("loss") is None:
+            warn_user(
+                "loss_only=True has no effect: the model returned no loss by name. Give it labels, "
+                "and leave return_dict=True",
+                UserWarning,
+            )
+            return found
+        return type(found)(loss=found["loss"])
+
+    return run
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -234,8 +265,16 @@ def _read_options(given: Mapping[str, Any] | str | None) -> TrainingPolicy | Non
     if not isinstance(policy, Mapping):
         policy = as_policy(policy)
     return TrainingPolicy(
-        **{**{k: given[k] for k in _KEYS if k in given}, "policy": policy}, hint=_HINT
+        **{**{k: given[k] for k in _OF_WRAP if k in given}, "policy": policy},
+        hint=_HINT,
+        adapt=_read_loss_only(given.get("loss_only", False)),
     )
+
+
+def _read_loss_only(given: Any) -> Adapt | None:
+    if not isinstance(given, bool):
+        raise OptionError(f"loss_only={given!r} is neither True nor False")
+    return return_loss_only if given else None
 
 
 def _check_of_pytorch(given: Mapping[str, Any]) -> None:
@@ -281,6 +320,8 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
         budget: instead of it bytes of peak memory, as `memory_budget` takes them.
         select: the modules that it is for, as `torchremat.nn.wrap` takes it, by their names in the
             model of `transformers` (also where `peft` is around it).
+        loss_only: whether the model returns its loss and no logits while it trains, so that a
+            budget with tiles never has them whole. The trainer must not read them.
 
     Attributes:
         report: the report of the first step.
@@ -295,6 +336,17 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
     memory_budget('50%')
     """
 
+    def __init__(
+        self,
+        policy: PolicyLike | PolicyByPattern | None = None,
+        *,
+        budget: BudgetLike | None = None,
+        select: Select | None = None,
+        loss_only: bool = False,
+    ) -> None:
+        super().__init__(policy, budget=budget, select=select)
+        self._adapt = _read_loss_only(loss_only)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the policy on the model."""
         model: nn.Module = kwargs["model"]
@@ -303,7 +355,7 @@ class RematCallback(SessionCallback, TrainerCallback):  # type: ignore[misc]
                 f"TrainingArguments({_WORD}_checkpointing=True) and a RematCallback both "
                 "checkpoint the model: leave one of them out"
             )
-        applied = TrainingPolicy(self.policy, self._session.select, hint=_HINT)
+        applied = TrainingPolicy(self.policy, self._session.select, hint=_HINT, adapt=self._adapt)
         base = next(_find_pretrained(model), None)
         if base is None:
             self._session.begin(model, lambda: applied.apply_to(model), lambda: remove(model))

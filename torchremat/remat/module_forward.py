@@ -57,11 +57,13 @@ class RematForward:
         prevent_cse: as `checkpoint` takes it.
         compile: the backend that compiles the graphs, if any.
         hidden: the `forward` that the module itself, not its class, had before, if any.
+        adapt: makes another function of the forward, to run in its place, if any. Both take the
+            module first.
     """
 
     __slots__ = (
         "__weakref__", "_function", "_kept", "_key", "_module", "_of_class", "_own_run",
-        "_uncompiled", "compile", "hidden", "name", "policy", "prevent_cse",
+        "_uncompiled", "adapt", "compile", "hidden", "name", "policy", "prevent_cse",
     )  # fmt: skip
 
     name: str
@@ -69,6 +71,7 @@ class RematForward:
     prevent_cse: Any
     compile: str | None
     hidden: tuple[()] | tuple[Any]
+    adapt: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     _key: int
     _module: weakref.ref[nn.Module]
     _function: Callable[..., Any]
@@ -88,6 +91,7 @@ class RematForward:
         policy: Policy,
         prevent_cse: Any,
         compile: str | None = None,
+        adapt: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         before = remat_forward_of(module)
         if before is not None:
@@ -103,6 +107,7 @@ class RematForward:
                 "prevent_cse": prevent_cse,
                 "compile": compile,
                 "hidden": hidden,
+                "adapt": adapt,
             }
         )
 
@@ -234,7 +239,7 @@ class RematForward:
     # pickling, and with it copying: as a bound method is, together with its object
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("name", "policy", "prevent_cse", "compile", "hidden")
+        names = ("name", "policy", "prevent_cse", "compile", "hidden", "adapt")
         return {"module": self.__self__, **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -357,7 +362,8 @@ def _follow_class(forward: RematForward) -> None:
     """Let `forward` run what the class of its module has now. Guards keep the traces apart."""
     module = forward.__self__
     forward._of_class = type(module).forward
-    forward._function = _function_of(module, forward)
+    function = _function_of(module, forward)
+    forward._function = function if forward.adapt is None else forward.adapt(function)
     run = _run_of(forward)
     if run is not None:
         run._function = forward._function

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchremat.planning.chains.chain_optimum import try_chains
+from torchremat.planning.chains.cut_stages import try_stages
 from torchremat.planning.milp.near_answers import search_near
 from torchremat.planning.milp.row_generation import RowGeneration
 from torchremat.planning.milp.whole_rounds import WholeRounds
@@ -164,6 +165,8 @@ def _find_least(problem: Problem, seconds: float | None, solver: str) -> Decisio
     if problem.offloadable:
         alone = replace(problem, host_bytes_per_second=None)
         incumbent.note(evaluator(_find_least(alone, options.seconds, solver)))
+    else:
+        try_stages(evaluator, incumbent, timer.within(seconds))
     _find_lowest(incumbent, Evictor(problem, timer.within(seconds)))
     assert incumbent.lowest is not None
     for _ in range(_MOST_DESCENTS):

@@ -10,7 +10,7 @@ from tests.planning.chains.test_chain_optimum import Builder, fewest_moves
 from tests.planning.test_oracles import examples, problems
 from torchremat.planning.chains.cut_stages import Stages, find_cuts, try_stages
 from torchremat.planning.chains.spare_room import fill_room
-from torchremat.planning.problem.problem import Part, Problem
+from torchremat.planning.problem.problem import Operator, Part, Problem
 from torchremat.planning.problem.replay import Decisions
 from torchremat.planning.problem.schedule_costs import costs_of
 from torchremat.planning.problem.trial import Evaluator
@@ -21,13 +21,17 @@ from torchremat.planning.solver import solve
 FORWARD, BACKWARD = Part.FORWARD, Part.BACKWARD
 
 
-def recurrent(steps: int) -> Problem:
-    """Steps of two states, each of one byte, from four values of one byte inside of the step."""
+def recurrent(steps: int, *, first: int = 1) -> Problem:
+    """Steps of two states, each of one byte, from four values of one byte inside of the step.
+
+    Those in the first step have `first` bytes.
+    """
     builder = Builder()
     states: list[list[int]] = [[]]
     insides: list[list[int]] = []
-    for _ in range(steps):
-        insides.append([builder.add(FORWARD, states[-1]) for _ in range(4)])
+    for step in range(steps):
+        nbytes = 1 if step else first
+        insides.append([builder.add(FORWARD, states[-1], nbytes) for _ in range(4)])
         states.append([builder.add(FORWARD, insides[-1]) for _ in range(2)])
     cotangent = builder.add(BACKWARD, [])
     for state, inside in zip(states[-2::-1], insides[::-1], strict=True):
@@ -75,6 +79,54 @@ def test_what_is_tried_fits_and_adds_less_the_more_room_there_is(budget):
         assert incumbent.best.costs.peak <= room
         found.append(incumbent.best.costs.added_seconds)
     assert found[1] < found[0]
+
+
+def test_a_chain_that_seems_to_need_more_than_the_budget_is_tried_with_the_least_room():
+    """The first step is the widest, and nothing else is alive while it runs."""
+    problem = recurrent(24, first=3)
+    for budget, fits in ((16, True), (15, False)):
+        incumbent = new_incumbent()
+        try_stages(Evaluator(problem, budget), incumbent)
+        assert incumbent.lowest is not None
+        assert incumbent.lowest.costs.peak == 16
+        assert (incumbent.best is not None) == fits
+
+
+def with_early_gradient(steps: int, nbytes: int) -> Problem:
+    """The steps of `recurrent`, and a gradient of `nbytes` bytes that the forward pass makes."""
+    builder = Builder()
+    states: list[int] = []
+    made: list[list[int]] = []
+    for _ in range(steps):
+        inside = [builder.add(FORWARD, states) for _ in range(4)]
+        made.append([*inside, *states])
+        states = [builder.add(FORWARD, inside) for _ in range(2)]
+    early = [builder.add(FORWARD, states, nbytes)] if nbytes else []
+    cotangent = builder.add(BACKWARD, [])
+    for values in made[::-1]:
+        cotangent = builder.add(BACKWARD, [cotangent, *values])
+    builder.operators.append(Operator((cotangent, *early), (), 0.0, BACKWARD))
+    return builder.build(cotangent)
+
+
+@pytest.mark.parametrize("steps", [24, 60])
+def test_a_gradient_of_the_forward_pass_takes_its_bytes_and_no_more(steps):
+    problem, without = with_early_gradient(steps, 3), with_early_gradient(steps, 0)
+    assert len(problem.early_gradients) == 1
+    assert not without.early_gradients
+    for cuts in find_cuts(problem):
+        stages = Stages(problem, cuts)
+        assert stages.long == problem.early_gradients
+        assert len(stages.chain.demands) >= len(cuts) // 2 - 1
+    solutions = [solve(problem, 16 + 3), solve(without, 16)]
+    assert solutions[0].added_seconds <= solutions[1].added_seconds
+    lowest = []
+    for step in (problem, without):
+        incumbent = new_incumbent()
+        try_stages(Evaluator(step, 0), incumbent)
+        assert incumbent.lowest is not None
+        lowest.append(incumbent.lowest.costs.peak)
+    assert lowest[0] == lowest[1] + 3
 
 
 def test_a_value_that_passes_most_of_the_cuts_is_saved():

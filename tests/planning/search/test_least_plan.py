@@ -4,13 +4,15 @@ import pytest
 from hypothesis import given, note
 
 from tests.helpers import one_in
+from tests.planning.chains.test_cut_stages import recurrent
 from tests.planning.schedules import plain_schedule
 from tests.planning.test_oracles import examples, least_peak, problems
 from tests.planning.test_solver import layers
 from torchremat.planning.problem.orders import orders_of
 from torchremat.planning.problem.problem import Problem
 from torchremat.planning.problem.schedule_costs import costs_of
-from torchremat.planning.solver import solve_orders
+from torchremat.planning.search.solver_options import SolverOptions
+from torchremat.planning.solver import solve, solve_orders
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -37,6 +39,13 @@ def test_no_plan_has_a_lower_peak_than_errors_name(problem):
     refused = check_least(problem)
     if refused:
         assert min(refused) >= min(map(least_peak, orders_of(problem)))
+
+
+def test_the_least_peak_of_a_long_chain_needs_little_time():
+    """Walks that free values one by one find nothing in it."""
+    refused = solve(recurrent(60), 7, SolverOptions(seconds=2.0))
+    assert refused.schedule is None
+    assert refused.least_peak == 12  # two states, as many on their way, and a step
 
 
 @pytest.mark.parametrize("depth", one_in(2, [5, 6, 2]))

@@ -20,7 +20,7 @@ from torchremat.planning.chains.spare_room import fill_room
 from torchremat.planning.problem.fixed_bytes import BackwardBytes, ForwardBytes
 from torchremat.planning.problem.problem import Part, Problem
 from torchremat.planning.problem.recomputation import Recomputation
-from torchremat.planning.problem.trial import Evaluator
+from torchremat.planning.problem.trial import Evaluated, Evaluator
 from torchremat.planning.search.clock import NEVER, Deadline
 from torchremat.planning.search.incumbent import Incumbent
 
@@ -32,7 +32,7 @@ _MOST_CUTS = 120
 _LEAST_CUTS = 4
 # Of the cuts where fewest bytes pass, the shares that are taken as stages. Chosen by hand.
 _SHARES = (0.1, 0.3, 1.0)
-# A value that passes a larger share of the cuts is saved. Chosen by hand.
+# A value that passes a larger share of the cuts, in one of the passes, is saved. Chosen by hand.
 _LONG = 0.25
 # Of the budget, what the chain gets. The bytes inside of stages are estimated, and what is left is
 # filled with their values. Chosen by hand.
@@ -41,6 +41,9 @@ _FRACTIONS = (1.0, 0.93, 0.86, 0.78, 0.7)
 _SECONDS_OF_OPERATOR = 1e-5
 # How many of them are tried where an answer of a program says what is saved besides.
 _FEW = 2
+# Values that pass a cut, at most, for which there is room in a chain that needs more than the
+# budget: two are enough where each stage may be recomputed often. Chosen by hand.
+_MOST_ABOVE = 8
 
 
 def try_stages(
@@ -72,14 +75,48 @@ def _try_optima(
         optimum = ChainOptimum(stages.chain, int(fraction * evaluator.budget))
         deadline.charge(optimum.nominal_seconds)
         if optimum.seconds == float("inf"):
+            if fraction == _FRACTIONS[0]:
+                _try_above(stages, evaluator, incumbent, deadline)
             break
-        fixed = evaluator.fixed | stages.always
-        decisions = decide(stages.problem, stages.chain, optimum.pebbles(), fixed, stages.passing)
-        trial = evaluator(decisions)
-        if trial.fits:
-            fill_room(evaluator, incumbent, incumbent.note(trial), deadline)
-        elif trial.is_allowed:
-            incumbent.note_lowest(trial)
+        _try_optimum(stages, optimum, evaluator, incumbent, deadline)
+
+
+def _try_above(
+    stages: "Stages", evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline
+) -> None:
+    """Note the optima of the least room that a chain needs by its estimate, while they fit.
+
+    That is above the budget. The estimate is of the most bytes of all stages, and a schedule may
+    need less.
+    """
+    chain = stages.chain
+    least = max(chain.constant, *(max(d.bytes_at, d.bytes_before) for d in chain.demands))
+    for count in range(1, _MOST_ABOVE + 1):
+        if deadline.is_over:
+            break
+        optimum = ChainOptimum(chain, least + count * chain.unit)
+        deadline.charge(optimum.nominal_seconds)
+        if optimum.seconds == float("inf"):
+            continue
+        if not _try_optimum(stages, optimum, evaluator, incumbent, deadline).fits:
+            break
+
+
+def _try_optimum(
+    stages: "Stages",
+    optimum: ChainOptimum,
+    evaluator: Evaluator,
+    incumbent: Incumbent,
+    deadline: Deadline,
+) -> Evaluated:
+    fixed = evaluator.fixed | stages.always
+    decisions = decide(stages.problem, stages.chain, optimum.pebbles(), fixed, stages.passing)
+    trial = evaluator(decisions)
+    if trial.fits:
+        fill_room(evaluator, incumbent, incumbent.note(trial), deadline)
+    elif trial.is_allowed:
+        incumbent.note_lowest(trial)
+    return trial
 
 
 def find_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -160,7 +197,26 @@ class Stages:
         """The values that pass many cuts, which are saved."""
         made, last = self._spans
         most = _LONG * len(self.cuts)
-        return frozenset(v for v in last if self._count_cuts(made[v], last[v]) > most)
+        found = frozenset(v for v in last if self._count_cuts(made[v], last[v]) > most)
+        return found | self._find_read_late(found, most)
+
+    def _find_read_late(self, apart: frozenset[int], most: float) -> frozenset[int]:
+        """The values that are read when the backward pass is more than `most` stages further down.
+
+        Such as a gradient that tiles of the forward pass made: it is there to the end of the step.
+        """
+        last = Recomputation(self.problem).last
+        first: dict[int, int] = {}
+        for step, b in enumerate(self.problem.backward):
+            for v in self.problem.operators[b].reads:
+                if v in self.stage_of and v not in apart:
+                    first.setdefault(self.stage_of[v], step)
+        found = set()
+        for v, stage in self.stage_of.items():
+            lower = (t for t, step in first.items() if t < stage and step < last.get(v, -1))
+            if sum(1 for _ in lower) > most:
+                found.add(v)
+        return frozenset(found)
 
     @cached_property
     def always(self) -> frozenset[int]:
@@ -238,10 +294,11 @@ class Stages:
         return windows
 
     def _find_highest(self) -> Iterator[int | None]:
-        """The highest stage whose values each step reads, if it reads any."""
+        """The highest stage of which each step reads values that are not saved anyway, if any."""
         for b in self.problem.backward:
             reads = self.problem.operators[b].reads
-            yield max((self.stage_of[v] for v in reads if v in self.stage_of), default=None)
+            stages = (self.stage_of[v] for v in reads if v in self.stage_of and v not in self.long)
+            yield max(stages, default=None)
 
     def _find_bytes_at(self) -> list[int]:
         """The bytes at each step, with the values of its stage that later steps read."""

@@ -158,6 +158,19 @@ class Problem:
         made = {v for o in self.forward for v in self.operators[o].writes} - self.outputs
         return frozenset(v for v in made if self.nbytes[v] >= max(self.least_offload, 1))
 
+    @cached_property
+    def early_gradients(self) -> frozenset[int]:
+        """The gradients that the forward pass makes, as tiles of a loss do.
+
+        The last operator reads them. A schedule may free and recompute them, but that rarely pays:
+        all that leads to them is then recomputed at the end of the step.
+        """
+        last = self.operators[self.backward[-1]] if self.backward else None
+        if last is None or last.writes:
+            return frozenset()
+        made = self.operators
+        return frozenset(v for v in last.reads if made[self.producers[v]].part is Part.FORWARD)
+
     def seconds_of(self, operators: Iterable[int]) -> float:
         return sum(self.operators[o].seconds for o in operators)
 

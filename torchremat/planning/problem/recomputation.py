@@ -34,16 +34,17 @@ class Recomputation:
             found.update((v, step) for v in self.reads[b])
         for o in range(len(self.problem.operators) - 1, -1, -1):
             if self.problem.operators[o].part is not Part.BACKWARD:
-                latest = max((found.get(v, -1) for v in self.writes[o]), default=-1)
+                again = (v for v in self.writes[o] if v not in self.problem.early_gradients)
+                latest = max((found.get(v, -1) for v in again), default=-1)
                 found.update((u, max(found.get(u, -1), latest)) for u in self.reads[o])
         return found
 
     @cached_property
     def lasting(self) -> frozenset[int]:
-        """The values that are never freed early: they cannot be recomputed, or not alike."""
+        """The values that are never freed early: most cannot be recomputed, or not alike."""
         operators = self.problem.operators
         once = (op for op in operators if op.draws or not op.repeatable)
-        return frozenset(v for op in once for v in op.writes)
+        return frozenset(v for op in once for v in op.writes) | self.problem.early_gradients
 
     def missing(self, values: Iterable[int], there: Collection[int]) -> list[int]:
         producers = self.problem.producers

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,19 @@ settings.register_profile("ci", derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose what runs
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(step)`, every `step`th case alone runs without test_slow.sh."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            if counts[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[name] += 1
 
 
 def pytest_collection_finish() -> None:

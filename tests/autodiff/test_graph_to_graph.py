@@ -87,6 +87,7 @@ def test_dce_keeps_what_draws_before_another():
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("policy", [None, "none", "dots", "names:named,inside", "ops:aten.sin"])
+@pytest.mark.sampled(3)
 def test_the_parts_make_the_whole(seed, policy):
     program, xs = Program(seed), inputs(seed)
     g = tr.make_graph(program)(*xs)
@@ -149,6 +150,7 @@ def test_a_policy_that_matches_nothing_warns():
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(3)
 def test_jvp_of_random_programs(seed):
     program, xs, dxs = Program(seed), inputs(seed), inputs(seed + 50)
     g = tr.make_graph(program)(*xs)
@@ -242,6 +244,7 @@ def test_transpose_of_what_is_not_linear(f):
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 2), (None, -1, None), (1, None, 0)])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(3)
 def test_batching_of_random_programs(seed, axes):
     program, xs = Program(seed, without=("write",)), inputs(seed)
     g = tr.make_graph(program)(*xs)

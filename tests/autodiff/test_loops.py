@@ -66,6 +66,7 @@ CUTS = [(12, 4), (13, 4), (9, 8), (7, 7)]
 
 
 @pytest.mark.parametrize(("cell", "cut"), one_in(5, [nn.RNNCell, nn.GRUCell, nn.LSTMCell], CUTS))
+@pytest.mark.sampled(2)
 def test_segments_have_the_bits_of_the_loop(cell, cut):
     steps, segments = cut
     torch.manual_seed(0)

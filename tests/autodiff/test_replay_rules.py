@@ -27,6 +27,7 @@ policies = tr.checkpoint_policies
 
 @pytest.mark.parametrize("policy", ["full", "dots", "none"])
 @pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.sampled(3)
 def test_what_selects_is_saved(name, policy):
     def fun(x):
         return SELECTING[name](x.sin()).exp()
@@ -110,6 +111,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("policy", ["full", "dots", "none", "ops:aten.relu"])
 @pytest.mark.parametrize("select", [None, Experts])
+@pytest.mark.sampled(3)
 def test_a_mixture_of_experts_trains_as_plain(policy, select):
     runs = []
     for wrapped in (False, True):

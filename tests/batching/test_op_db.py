@@ -84,6 +84,7 @@ def expect(name, function, args, leaves):
 
 @pytest.mark.filterwarnings("ignore")  # operators without a rule, deprecated ones
 @pytest.mark.parametrize("name", list(parameters()))
+@pytest.mark.sampled(3)
 def test_it_equals_a_loop(name):
     for sample in samples(name, 2):
         args, leaves = batched(sample)

@@ -138,6 +138,7 @@ def composition(function, *transformations, by):
         "writes to rows of tangents",
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_composition_that_differed(found):
     assert check(found).kind == "equal"
 

@@ -97,6 +97,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.sampled(2)
 def test_runs_outside_of_the_graph(name):
     fun, *args = OUTSIDE[name]
     expected = fun(*args)

@@ -63,6 +63,7 @@ def orders():
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.sampled(3)
 def test_derivatives_of_nested_functions(orders, function, name):
     order, derive = DERIVATIVES[name]
     torch.testing.assert_close(derive(FUNCTIONS[function]()), orders[order])

@@ -151,6 +151,7 @@ LAYERS = [f"model.layers.{i}" for i in range(2)]
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_keys_are_those_of_wrap(options, names):
     model, plain = make_model(), make_model(use_cache=False)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}

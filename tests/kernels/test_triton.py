@@ -45,6 +45,7 @@ def test_passes_under_the_interpreter(selected):
 
 
 @pytest.mark.parametrize("target", kernels.TARGETS)
+@pytest.mark.sampled(2)
 def test_compiles_and_takes_no_more_than_the_page_says(target):
     limits = kernels.read_page()
     dtypes = (torch.float32, torch.bfloat16, torch.int64)

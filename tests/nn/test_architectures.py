@@ -77,11 +77,13 @@ def check_trains_as_plain(a: Architecture, select: str | None, policy: str | Non
 
 
 @pytest.mark.parametrize("name", names(lambda a: not a.layers_refused, "layers"))
+@pytest.mark.sampled(3)
 def test_wrapped_per_layer_it_trains_as_plain(name):
     check_trains_as_plain(ARCHITECTURES[name], ARCHITECTURES[name].layers)
 
 
 @pytest.mark.parametrize("name", names(lambda a: not a.whole_refused, "whole"))
+@pytest.mark.sampled(3)
 def test_wrapped_whole_it_trains_as_plain(name):
     check_trains_as_plain(ARCHITECTURES[name], None)
 
@@ -92,6 +94,7 @@ def test_with_those_parts_wrapped_that_can_be_it_trains_as_plain(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet, batch norm", "mamba"])
+@pytest.mark.sampled(2)
 def test_with_its_dots_saved_it_trains_as_plain(name):
     check_trains_as_plain(ARCHITECTURES[name], ARCHITECTURES[name].layers, "dots")
 
@@ -109,11 +112,13 @@ def test_on_a_tape_layers_that_depend_on_values_train_as_plain(name):
 
 
 @pytest.mark.parametrize("name", names(lambda a: a.whole_refused, "whole"))
+@pytest.mark.sampled(2)
 def test_on_a_tape_models_that_depend_on_values_train_as_plain(name):
     check_trains_on_a_tape(ARCHITECTURES[name], None)
 
 
 @pytest.mark.parametrize("name", names(lambda a: a.whole_refused, "whole"))
+@pytest.mark.sampled(2)
 def test_models_that_depend_on_values_are_refused_as_a_whole(name, monkeypatch):
     monkeypatch.setattr(config, "untraceable", "error")
     a = ARCHITECTURES[name]

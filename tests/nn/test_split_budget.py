@@ -38,6 +38,7 @@ BUDGETS = ["100%", "85%", "65%"]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.sampled(2)
 def test_the_measured_peak_keeps_within_the_budget_and_bits_are_plain_pytorchs(budget):
     plain, x = layers_and_tokens()
     split = split_of_three(budget)

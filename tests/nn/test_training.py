@@ -284,6 +284,7 @@ def both(mechanic, wrapping, **kwargs):
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("wrapping", SOME)
 @pytest.mark.parametrize("mechanic", MECHANICS, ids=lambda m: m.__name__)
+@pytest.mark.sampled(3)
 def test_equal_to_plain(mechanic, wrapping):
     kwargs = {}
     if mechanic is scale:
@@ -308,6 +309,7 @@ def test_autocast_of_shared_weights(wrapping):
 
 @pytest.mark.parametrize("wrapping", ["whole", "nested"])
 @pytest.mark.parametrize("at_first", [True, False])
+@pytest.mark.sampled(2)
 def test_weights_are_tied_and_untied(wrapping, at_first):
     def mechanic(model):
         for tied in (at_first, not at_first, at_first):
@@ -420,6 +422,7 @@ def run(trainer, steps):
 
 @pytest.mark.parametrize("whole_model", [False, True])
 @pytest.mark.parametrize("wrapping", ["whole", "dots"])
+@pytest.mark.sampled(2)
 def test_twenty_steps_are_ten_and_ten(wrapping, whole_model):
     trainer = make_trainer(None)
     run(trainer, range(20))
@@ -457,6 +460,7 @@ COPIES = {
 
 @pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.sampled(2)
 def test_a_copy_trains_on_by_itself(kind, has_run):
     """Both go on with the same weights, buffers and dropout, and neither changes the other."""
     results = []
@@ -487,6 +491,7 @@ def train(model):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("wrapping", ["whole", "nested"])
+@pytest.mark.sampled(2)
 def test_threads_step_models_at_once(wrapping, traced):
     """Without dropout: in plain PyTorch too, threads draw in turn from one generator."""
     expected = train(make_model(dropout=0.0))
@@ -536,6 +541,7 @@ def check_next_steps(model, generator_state):
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("wrapping", ["whole", "nested"])
 @pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.sampled(3)
 def test_interrupted_in_the_body(error, wrapping, has_run, monkeypatch):
     """A block raises while it is traced, the first time or because another mode is traced anew."""
     model = make_model(wrapping)

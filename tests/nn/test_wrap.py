@@ -124,6 +124,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
+@pytest.mark.sampled(3)
 def test_steps_are_bit_equal(kind):
     select, names = SELECTIONS[kind]
     model = make_model()

@@ -31,6 +31,7 @@ def step(model, fun, x, seed=3):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.8, 0.65])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_the_measured_peak_keeps_within_the_budget_and_bits_are_plain_pytorchs(name, fraction):
     make_model, make_input = MODELS[name]
     torch.manual_seed(0)

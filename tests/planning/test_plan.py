@@ -88,6 +88,7 @@ def test_a_summary_explains_a_wide_gap(plan, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_nothing_is_allocated_and_nothing_changes(name):
     make_model, make_input = MODELS[name]
     model, x = make_model(), make_input()

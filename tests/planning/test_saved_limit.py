@@ -22,6 +22,7 @@ from torchremat.planning.solver import solve
 
 @pytest.mark.parametrize("fraction", [0.7, 0.4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_no_more_is_saved_and_bits_are_plain_pytorchs(name, fraction):
     make_model, make_input = MODELS[name]
     torch.manual_seed(0)

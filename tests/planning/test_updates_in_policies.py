@@ -21,6 +21,7 @@ def find_least(name, optimizer):
 
 
 @pytest.mark.parametrize(("name", "optimizer"), one_in(3, MODELS, OPTIMIZERS))
+@pytest.mark.sampled(2)
 def test_a_policy_keeps_to_a_budget_that_all_gradients_exceed(name, optimizer):
     plain_peak, *plain = train(*make(name, optimizer))
     budget = find_least(name, optimizer)
@@ -36,6 +37,7 @@ def test_a_policy_keeps_to_a_budget_that_all_gradients_exceed(name, optimizer):
     ("name", "budget"),
     one_in(2, ["mlp", "gpt", "tied"], ["budget:60%", "budget:least", "budget:time:+10%"]),
 )
+@pytest.mark.sampled(2)
 def test_an_estimate_is_what_a_step_takes(name, budget):
     model, x, stepped = make(name)
     with step_in_backward(stepped):

@@ -31,6 +31,7 @@ def plan_least(model, x, optimizer):
 
 
 @pytest.mark.parametrize(("name", "optimizer"), one_in(3, MODELS, OPTIMIZERS))
+@pytest.mark.sampled(2)
 def test_a_plan_keeps_to_a_budget_that_all_gradients_exceed(name, optimizer):
     plain_peak, *plain = train(*make(name, optimizer))
     model, x, stepped = make(name, optimizer)
@@ -59,6 +60,7 @@ def test_gradients_of_an_mlp_take_the_memory_of_one():
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "shared"])
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.6])
+@pytest.mark.sampled(3)
 def test_a_schedule_takes_no_more_than_its_numbers_say(name, part):
     """An update waits for all that reads the parameter, in whatever order a search puts it."""
     model, x, optimizer = make(name)

@@ -665,11 +665,13 @@ def check(name: str, dtype: torch.dtype, policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.sampled(3)
 def test_equal_to_plain(name, policy):
     check(name, torch.float64, POLICIES[policy]())
 
 
 @pytest.mark.parametrize("name", one_in(3, ZOO))
+@pytest.mark.sampled(3)
 def test_equal_to_plain_in_single_precision(name):
     check(name, torch.float32, RandomPolicy(17))
 

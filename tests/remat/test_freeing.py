@@ -227,6 +227,7 @@ USES = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.sampled(3)
 def test_nothing_is_left_of_a_step(use, function, policy):
     if function == "net" and use in (second, forward_mode, functional, twice_functional):
         pytest.skip("torch.func refuses its writes, and a mask is not drawn twice")
@@ -318,6 +319,7 @@ def graphs_alive():
 
 @pytest.mark.parametrize("use", [first, second, functional], ids=lambda use: use.__name__)
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled(3)
 def test_a_dropped_function_frees_its_graphs(function, use):
     if function == "net" and use in (second, functional):
         pytest.skip("torch.func refuses its writes, and a mask is not drawn twice")

@@ -64,6 +64,7 @@ def seed() -> None:
 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("policy", ["full", "dots", "budget:95%"])
+@pytest.mark.sampled(2)
 def test_blocks_that_read_one_tensor_give_the_gradients_of_plain_autograd(
     policy: str, heads: bool
 ) -> None:

@@ -45,6 +45,7 @@ def wrapped(model, policy, select):
 
 @pytest.mark.parametrize("policy", [None, "full", "dots", "budget:96%"])
 @pytest.mark.parametrize("select", SELECTS.values(), ids=list(SELECTS))
+@pytest.mark.sampled(3)
 def test_explain_of_a_selection_is_that_of_the_wrapped_model(model, policy, select):
     report = tr.explain(model, x, policy=policy, select=select)
     assert report.rows == tr.explain(wrapped(model, policy, select), x).rows
@@ -53,6 +54,7 @@ def test_explain_of_a_selection_is_that_of_the_wrapped_model(model, policy, sele
 
 @pytest.mark.parametrize("policy", [None, "full", "dots", "budget:96%"])
 @pytest.mark.parametrize("select", SELECTS.values(), ids=list(SELECTS))
+@pytest.mark.sampled(3)
 def test_estimate_of_a_selection_is_that_of_the_wrapped_model(model, policy, select):
     found = tr.estimate(model, x, policy=policy, select=select)
     assert found == tr.estimate(wrapped(model, policy, select), x)

@@ -284,6 +284,7 @@ EVERY_FIFTH = [name for name in list(OPS)[::5] if name != "svd_lowrank"]
 
 
 @pytest.mark.parametrize("name", EVERY_FIFTH)
+@pytest.mark.sampled(3)
 def test_one_sample(name: str) -> None:
     if name == "quantile":
         skip_in_2_11("quantile compares the values of its argument under vmap")

@@ -237,6 +237,7 @@ def test_it_takes_no_more_than_plain_pytorch(name, policy):
 
 
 @pytest.mark.parametrize(("name", "policy"), one_in(3, [*STEPS, *GIVEN], POLICIES))
+@pytest.mark.sampled(3)
 def test_of_many_sizes_it_takes_no_more_either(name, policy):
     body = (STEPS | GIVEN)[name]
     fun = tr.checkpoint(lambda *args: body(*args), policy=policy)  # its traces are no other test's

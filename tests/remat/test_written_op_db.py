@@ -152,6 +152,7 @@ EVERY_TWELFTH = list(OPS)[::12]
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY_TWELFTH if n not in BROKEN])
+@pytest.mark.sampled(3)
 def test_one_sample(name: str) -> None:
     compare(name, 1)
 

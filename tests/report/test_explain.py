@@ -162,6 +162,7 @@ CASES = {
     ("case", "policy"), one_in(3, CASES, [None, "full", "none", "dots", "names:hidden"])
 )
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+@pytest.mark.sampled(3)
 def test_total_is_what_autograd_holds(case, policy):
     torch.manual_seed(0)
     f, args, kwargs = CASES[case]()
@@ -179,6 +180,7 @@ def test_total_is_what_autograd_holds(case, policy):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+@pytest.mark.sampled(3)
 def test_residuals_are_the_rows_that_are_held(case):
     torch.manual_seed(0)
     f, args, kwargs = CASES[case]()
@@ -210,6 +212,7 @@ def on_meta(tree):
 @pytest.mark.parametrize("policy", [None, "dots"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+@pytest.mark.sampled(3)
 def test_a_report_on_the_meta_device_is_that_on_the_cpu(case, policy):
     call = CASES[case]()
     on_cpu, report = (
@@ -247,6 +250,7 @@ def called(model):
 
 
 @pytest.mark.parametrize("way", called(nn.Linear(1, 1)))
+@pytest.mark.sampled(2)
 def test_a_model_on_the_meta_device_is_traced_as_on_the_cpu_however_it_is_called(way):
     on_cpu = called(Att())[way], torch.ones(2, 6, 8)
     meta = called(Att("meta"))[way], torch.ones(2, 6, 8, device="meta")
@@ -415,6 +419,7 @@ def test_the_count_of_what_autograd_holds():
 
 @pytest.mark.parametrize(("model", "policy"), one_in(3, MODELS, EVERY_POLICY))
 @pytest.mark.filterwarnings("ignore::torchremat.UnmatchedWarning")
+@pytest.mark.sampled(3)
 def test_total_of_a_model_under_a_policy(model, policy):
     torch.manual_seed(0)
     module, args, kwargs = MODELS[model]()

@@ -70,6 +70,7 @@ def measure(model, x):
 
 
 @pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "in a context"])
+@pytest.mark.sampled(2)
 def test_bytes_are_those_that_the_checkpoints_save(kind, x):
     model = Model(KINDS[kind])
     held, peak = measure(model, x)

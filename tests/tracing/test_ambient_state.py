@@ -442,6 +442,7 @@ HOOKS: dict[str, Register] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.sampled(3)
 def test_hooks_added_and_removed_between_calls(name, way):
     def step(fun: Any, net: Any, number: int) -> Any:
         handle = HOOKS[name](net) if number in (1, 2, 4) else None

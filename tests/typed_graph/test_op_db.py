@@ -44,6 +44,7 @@ def samples(name, count=3):
 # of PyTorch's vmap
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(3)
 def test_op(name):
     cases = samples(name)
     assert cases

@@ -376,6 +376,7 @@ def test_second_derivatives_after_random_numbers(drawn: str, policy: str) -> Non
 
 @pytest.mark.parametrize("policies", [*itertools.product(POLICIES, POLICIES)])
 @pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.sampled(3)
 def test_checkpoints_within_checkpoints(policies: tuple[str, str], used: int) -> None:
     """Of the results of the inner one, only some are used: its derivative is of another trace."""
 
@@ -416,6 +417,7 @@ def test_compilers_get_the_operators_of_pytorch(backend: str) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("policy", ["everything_saveable", "full", "budget:100%"])
+@pytest.mark.sampled(3)
 def test_sizes_that_change(function: Function, policy: str) -> None:
     changing = tr.checkpoint(anew(function), policy=policy)
     for batch, size in [(2, 36), (5, 36), (3, 36), (7, 20), (4, 44), (1, 36)]:

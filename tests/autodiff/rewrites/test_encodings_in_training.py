@@ -69,6 +69,7 @@ def small_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "how", ["everything_saveable", "full", "budget:60%", "layers: everything_saveable"]
 )
+@pytest.mark.sampled(3)
 def test_training_has_the_bits_of_pytorch(how: str, autocast: bool) -> None:
     torch.manual_seed(0)
     plain = Network()

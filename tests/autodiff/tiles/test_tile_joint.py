@@ -130,6 +130,7 @@ LOSSES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.sampled(3)
 def test_a_loss_in_one_pass(name, bias):
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     w = torch.randn(CLASSES, WIDTH, requires_grad=True)

@@ -360,6 +360,7 @@ FIRST = [*NESTINGS][:3]
         for nesting in NESTINGS
     ],
 )
+@pytest.mark.sampled(3)
 def test_gradients(name, nesting):
     """The gradient of an example's loss is that of the sum of all losses: as JAX defines it."""
     loss, total = loss_of(name)
@@ -409,6 +410,7 @@ def _backward_twice(fun, x, v):
     "name", [pytest.param(n, marks=[] if n in FEW[:2] else [pytest.mark.slow]) for n in FEW]
 )
 @pytest.mark.parametrize("nesting", SECOND)
+@pytest.mark.sampled(3)
 def test_second_derivatives(name, nesting):
     loss, total = loss_of(name)
     x, v = batch(N, 4, 8), batch(N, 4, 8).cos()
@@ -481,6 +483,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*match:torchremat.UnmatchedWarning")
+@pytest.mark.sampled(2)
 def test_every_policy_gives_the_same_gradients(policy):
     def loss(x, w):
         total = tr.checkpoint_name(tr.psum(torch.sin(x @ w), "i"), "total")

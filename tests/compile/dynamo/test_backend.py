@@ -44,6 +44,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
+@pytest.mark.sampled(3)
 def test_gradients_are_those_of_plain_pytorch(policy: str) -> None:
     model, x = Transformer(width=8), torch.randn(8, 32, 8)
     plain = gradients_of(model, model, x)
@@ -52,6 +53,7 @@ def test_gradients_are_those_of_plain_pytorch(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "budget:80%"])
+@pytest.mark.sampled(3)
 def test_the_same_values_are_kept_as_in_eager_mode(policy: str) -> None:
     model, x = Transformer(width=8), torch.randn(8, 32, 8)
     reports: list[Report] = []
@@ -61,6 +63,7 @@ def test_the_same_values_are_kept_as_in_eager_mode(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", one_in(2, [*POLICIES, "budget:80%"]))
+@pytest.mark.sampled(2)
 def test_the_same_values_are_kept_where_sizes_are_symbols(policy: str) -> None:
     model, x = Transformer(width=8), torch.randn(8, 32, 8)
     reports: list[Report] = []
@@ -91,6 +94,7 @@ def test_a_plan_of_another_function_is_told() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(2)
 def test_the_report_counts_what_autograd_holds(policy: str) -> None:
     model, x = Transformer(dropout=0.5), torch.randn(8, 32, 16)
     reports: list[Report] = []
@@ -126,6 +130,7 @@ def least_budget_of(codegen: str, x: Tensor) -> int:
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 @pytest.mark.parametrize("policy", ["none", "full", "budget:100%", "budget:85%", "least"])
+@pytest.mark.sampled(3)
 def test_the_backward_has_the_masks_of_the_forward(policy: Any, codegen: str) -> None:
     x = (torch.rand(4, 1024) + 0.5).requires_grad_()
     if policy == "least":

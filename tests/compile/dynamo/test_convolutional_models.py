@@ -61,6 +61,7 @@ def _saved(report: Report) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(3)
 def test_the_same_values_are_kept_as_in_eager_mode(policy: str, model: nn.Module) -> None:
     x = images()
     reports: list[Report] = []
@@ -77,6 +78,7 @@ def test_the_same_values_are_kept_as_in_eager_mode(policy: str, model: nn.Module
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(3)
 def test_gradients_and_statistics_are_those_of_plain_pytorch(policy: str, model: nn.Module) -> None:
     twin, x = copy.deepcopy(model), images()
     f = compiled(model, policy, "eager")

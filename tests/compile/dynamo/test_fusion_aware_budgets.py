@@ -81,6 +81,7 @@ def again(report: Report) -> set[str]:
     [by_dynamo("inductor"), wrapped("inductor"), jitted("inductor")],
     ids=["dynamo", "wrap", "jit"],
 )
+@pytest.mark.sampled(2)
 def test_for_inductor_a_chain_is_computed_again_and_no_product(run: Callable[..., Report]) -> None:
     assert again(explained(run)) == {"mul", "add"}
 

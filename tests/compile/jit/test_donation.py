@@ -84,6 +84,7 @@ def test_two_outputs_that_read_both_arguments_are_written_over_them(backend):
         lambda a, b: (b.flip(0), a.flip(0)),
     ],
 )
+@pytest.mark.sampled(2)
 def test_arguments_swap_their_storage_without_mixing_their_values(backend, fun):
     a, b = torch.randn(50), torch.randn(50)
     expected = fun(a.clone(), b.clone())
@@ -116,6 +117,7 @@ def test_a_product_goes_to_a_tensor_that_is_read_before_it(backend):
         lambda x: torch.where(x > 0, x.t(), x),
     ],
 )
+@pytest.mark.sampled(3)
 def test_values_are_right_whatever_reads_the_argument(backend, fun):
     x = torch.randn(12, 12)
     expected = fun(x)
@@ -135,6 +137,7 @@ def test_an_argument_that_is_returned_keeps_its_storage(backend, fun):
 
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("grad_enabled", [False, True])
+@pytest.mark.sampled(3)
 def test_random_programs_compute_the_same_to_the_bit(seed, grad_enabled):
     plain, donating = Program(seed).without_checkpoints(), Program(seed)
     jitted = tr.jit(lambda *args: donating(*args), donate_argnums=(0, 1, 2), backend="eager")
@@ -286,6 +289,7 @@ def test_numbers_of_arguments_are_ints():
 @pytest.mark.parametrize(
     "fun", [lambda x: x.sum(), lambda x: x.double(), lambda x: x[:2] * 1, lambda x: x.add_(1).sum()]
 )
+@pytest.mark.sampled(2)
 def test_what_no_output_can_use_warns_and_stays(backend, fun):
     x = torch.ones(4)
     jitted = tr.jit(fun, donate_argnums=0, backend=backend)

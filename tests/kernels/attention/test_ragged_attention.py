@@ -170,6 +170,7 @@ def test_logsumexp(dim_v, cuts):
 
 @each_mask
 @each_dim_v
+@pytest.mark.sampled(2)
 def test_derivatives_equal_finite_differences(is_causal, dim_v):
     args = inputs((2, 1), dim_v, (4, 4), 3, requires_grad=True)
     cuts = torch.tensor([0, 1, 4]), torch.tensor([1, 3, 4])

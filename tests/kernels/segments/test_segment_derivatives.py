@@ -120,6 +120,7 @@ def test_is_one_node_and_so_is_its_derivative():
 
 @pytest.mark.parametrize("policy", ["none", "full", "ops:torchremat.segment_sum"])
 @each_call
+@pytest.mark.sampled(3)
 def test_in_a_checkpoint(call, policy):
     def f(x):
         return call(x.exp()).sin().sum()

@@ -332,6 +332,7 @@ def cases() -> list:
 
 @pytest.mark.filterwarnings("ignore::torchremat.errors.UnmatchedWarning")  # one policy for all
 @pytest.mark.parametrize(("model", "output", "policy"), cases())
+@pytest.mark.sampled(3)
 def test_it_equals_what_runs(model, output, policy):
     body, wrt = traced(model, output)
     fun = tr.checkpoint(body, policy=POLICIES[policy])
@@ -355,6 +356,7 @@ def test_it_equals_what_runs_at_each_operator(model):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [{}, WRITES, BUFFERS, DRAWS], ids=["", "write", "buffer", "draw"])
+@pytest.mark.sampled(3)
 def test_it_equals_what_runs_of_random_programs(seed, steps):
     program = Program(seed, more=steps)
     xs = [x.requires_grad_() for x in inputs(seed)]

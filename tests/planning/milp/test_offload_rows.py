@@ -353,6 +353,7 @@ def test_the_laws_on_many_problems(number):
 @examples(16)
 @given(case=cases())
 @pytest.mark.parametrize("window", [None, 0, 1, 2])
+@pytest.mark.sampled(2)
 def test_every_schedule_is_an_answer_of_the_outer_program(window, case):
     problem, budget = case
     note(f"{problem!r}\nbudget {budget}")

@@ -308,6 +308,7 @@ def results_of(make, prepare):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("make", CHANGING)
+@pytest.mark.sampled(3)
 def test_what_a_function_changes_and_reads_is_that_of_each_call(make, nested):
     def prepare(fun):
         return tr.checkpoint(tr.checkpoint(fun)) if nested else tr.checkpoint(fun)

@@ -318,6 +318,7 @@ def steps(kind, prepare):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.sampled(3)
 def test_a_tensor_that_leaves_a_function_is_the_one_of_each_call(kind, way):
     assert_same(steps(kind, WAYS[way]), steps(kind, lambda net: net))
 

@@ -104,6 +104,7 @@ POLICIES = [DOTS, names("attn", "mlp")]
 @pytest.mark.parametrize("at_once", [0, 1, 3])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("select", [None, "layers.*"])
+@pytest.mark.sampled(3)
 def test_late_copies_change_nothing(late, policy, select, at_once, monkeypatch):
     monkeypatch.setattr(config, "offload_copies_at_once", at_once)
     model, x = gpt()

@@ -82,6 +82,7 @@ def inputs(rows=3, *, needs_gradient=False):
     ("policy", "tied"),
     one_in(3, ["full", "dots", "none", "budget:90%", "budget:least"], [False, True]),
 )
+@pytest.mark.sampled(2)
 def test_hooks_run_in_the_order_of_plain_autograd(policy, tied):
     plain, wrapped = make_models(policy, tied=tied)
     for rows in (3, 3, 2):

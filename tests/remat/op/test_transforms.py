@@ -158,6 +158,7 @@ CLOSE = {"grad(grad(grad))"}
 
 
 @pytest.mark.parametrize(("name", "policy"), one_in(3, TRANSFORMS, POLICIES))
+@pytest.mark.sampled(3)
 def test_transformations_of_a_checkpoint(name, policy):
     transform = TRANSFORMS[name]
     expected = transform(loss)(inputs())
@@ -200,6 +201,7 @@ def test_transformations_of_a_function_with_several_outputs(name, policy):
     ids=["grad", "hessian", "vmap", "vmap(grad)", "jacfwd", "jvp"],
 )
 @pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.sampled(3)
 def test_a_checkpoint_of_a_transformed_function(inner, policy):
     transformed = inner(loss)
     fun = tr.checkpoint(transformed, policy=POLICIES[policy]())

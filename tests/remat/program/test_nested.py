@@ -38,6 +38,7 @@ POLICIES = ["full", "dots", "none", cp.save_only_these_names("hidden")]
 
 @pytest.mark.parametrize("outer", POLICIES, ids=str)
 @pytest.mark.parametrize("inner", POLICIES, ids=str)
+@pytest.mark.sampled(3)
 def test_equal_to_plain(inner, outer):
     """To the bit, but for sums of more than two gradients, which have another order."""
     fun = nested(inner, outer)

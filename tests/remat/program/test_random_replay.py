@@ -55,6 +55,7 @@ def streams():
 
 @pytest.mark.parametrize("policy", ["full", "dots", "none"])
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.sampled(3)
 def test_draws(name, policy):
     plain = in_use(DRAWS[name])
     fun = tr.checkpoint(plain, policy=policy)

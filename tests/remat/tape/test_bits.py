@@ -174,6 +174,7 @@ def train(make, policy, steps=3):
 @pytest.mark.filterwarnings("ignore:.*matches nothing:torchremat.errors.UnmatchedWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.sampled(3)
 def test_as_plain_pytorch_does_it(make, policy):
     plain, extra, held = train(make, None)
     ours, our_extra, our_held = train(make, policy)

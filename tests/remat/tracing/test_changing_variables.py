@@ -471,6 +471,7 @@ class ModelOfTwo(Model):
 
 @pytest.mark.parametrize("way", ["function", "module", "argument"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_each_call_reads_what_is_there(name, way):
     make, read, change = CASES[name]
     held = make()

@@ -131,6 +131,7 @@ def new_block():
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+@pytest.mark.sampled(3)
 def test_what_is_replaced(patch, policy, monkeypatch):
     plain, x = new_block(), torch.randn(3, 4)
     block = tr.nn.wrap(new_block(), policy)
@@ -145,6 +146,7 @@ def test_what_is_replaced(patch, policy, monkeypatch):
 
 
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+@pytest.mark.sampled(3)
 def test_what_is_replaced_inside_of_a_function(patch, monkeypatch):
     plain, x = new_block(), torch.randn(3, 4)
     block = copy.deepcopy(plain)

@@ -91,6 +91,7 @@ def _written(x):
 
 @pytest.mark.parametrize("policy", ["full", "dots", "none"])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(3)
 def test_a_length_that_varies(name, policy):
     fun = FUNCTIONS[name]
     ours = Traced(fun, policy=policy)

@@ -112,6 +112,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*DISTRIBUTIONS, *ALWAYS_VALID])
+@pytest.mark.sampled(3)
 def test_distributions(name, way):
     make, shapes = (DISTRIBUTIONS | ALWAYS_VALID)[name]
     plain = draw_and_score(make)

@@ -55,6 +55,7 @@ MODES = [None, SineIsCosine, SineIsTangent]
 @pytest.mark.parametrize("order", list(itertools.permutations(MODES)))
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.sampled(3)
 def test_a_call_is_that_of_its_mode(order, twice, policy):
     gc.collect()  # or the model of another case, alike and not yet freed, lends its trace
     plain, wrapped = Model(), tr.nn.wrap(Model(), policy)

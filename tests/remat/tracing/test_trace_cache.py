@@ -73,6 +73,7 @@ def test_ten_calls_and_ten_gradients_are_one_trace():
     ],
     ids=["grad", "vmap", "vmap(grad)", "hessian", "jacrev", "jvp", "grad(grad)"],
 )
+@pytest.mark.sampled(2)
 def test_one_trace_under_torch_func(transform):
     body = Counted(lambda x: x.sin().prod().exp())
     fun = transform(tr.checkpoint(body.fun))

@@ -122,6 +122,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.sampled(3)
 def test_numbers_that_are_read_have_traces_of_their_own(use):
     check(USES[use], [(3, {"n": n}) for n in (0, 1, 2, 3, 4, 1)], 5)
 

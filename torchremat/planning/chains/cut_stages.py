@@ -41,8 +41,8 @@ _FRACTIONS = (1.0, 0.93, 0.86, 0.78, 0.7)
 _SECONDS_OF_OPERATOR = 1e-5
 # How many of them are tried where an answer of a program says what is saved besides.
 _FEW = 2
-# Values that pass a cut, at most, for which there is room in a chain that needs more than the
-# budget: two are enough where each stage may be recomputed often. Chosen by hand.
+# Where a chain needs more than the budget, room for one value that passes a cut is tried, then for
+# two, and so on up to this number. Few are enough to recompute each stage often. By hand.
 _MOST_ABOVE = 8
 
 
@@ -84,10 +84,10 @@ def _try_optima(
 def _try_above(
     stages: "Stages", evaluator: Evaluator, incumbent: Incumbent, deadline: Deadline
 ) -> None:
-    """Note the optima of the least room that a chain needs by its estimate, while they fit.
+    """Note optima of the least room by the estimate, and of more while they fit.
 
-    That is above the budget. The estimate is of the most bytes of all stages, and a schedule may
-    need less.
+    That room is above the budget. But the estimate takes the widest stage for all, so a schedule
+    may need less.
     """
     chain = stages.chain
     least = max(chain.constant, *(max(d.bytes_at, d.bytes_before) for d in chain.demands))
@@ -294,7 +294,7 @@ class Stages:
         return windows
 
     def _find_highest(self) -> Iterator[int | None]:
-        """The highest stage of which each step reads values that are not saved anyway, if any."""
+        """The highest stage whose values each step reads, if any; those of `long` do not count."""
         for b in self.problem.backward:
             reads = self.problem.operators[b].reads
             stages = (self.stage_of[v] for v in reads if v in self.stage_of and v not in self.long)
